@@ -1,0 +1,1 @@
+"""The asynchronous client and the `mini-infer` command. Needs no torch."""

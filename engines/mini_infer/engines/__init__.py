@@ -1,0 +1,1 @@
+"""Everything that makes tokens. Knows nothing of gRPC. Importing this package does not load torch."""

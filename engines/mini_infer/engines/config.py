@@ -1,0 +1,48 @@
+"""What an engine is built from: one frozen dataclass, checked on creation. Reads no file and no environment."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mini_infer.engines.api import Sampling
+from mini_infer.engines.errors import LoadError
+
+DEFAULT_MODEL = "default"
+"""The name of the embedded default model, SmolLM2-135M-Instruct."""
+
+LOAD_FORMATS = ("auto", "dummy")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICE = re.compile(r"cpu(:\d+)?|cuda(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine's model and place. Raises `LoadError` on creation where a value cannot be meant."""
+
+    model: str = DEFAULT_MODEL  # folder, hub id, "default", or with load_format "dummy" the name of a shape
+    revision: str | None = None  # of a hub id; None is its main branch
+    load_format: str = "auto"  # "dummy": random weights, made on the device
+    device: str = "cpu"  # a device label: "cpu", "cpu:1", "cuda:0"
+    dtype: str = "auto"  # "auto": the model's own on CUDA, float32 on CPU
+    max_context: int | None = None  # tokens; None is the model's own limit
+    num_threads: int | None = None  # of torch on CPU; None is torch's own choice
+    chat_template: str | None = None  # a file; None is the model's own
+    trust_remote_code: bool = False  # whether to run Python code that comes with the model
+    default_sampling: Sampling = Sampling()  # the operator's; goes before the model's own
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "model must not be empty")
+        _require(
+            self.load_format in LOAD_FORMATS, f"load_format must be one of {LOAD_FORMATS}, not {self.load_format!r}"
+        )
+        _require(self.dtype in DTYPES, f"dtype must be one of {DTYPES}, not {self.dtype!r}")
+        _require(bool(_DEVICE.fullmatch(self.device)), f"device must look like cpu or cuda:0, not {self.device!r}")
+        for name in ("max_context", "num_threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} must be 1 or more, not {value}")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise LoadError(message)

@@ -1,0 +1,127 @@
+"""What can go wrong with a stream or an engine, as one tree. Knows no gRPC: the server's table gives the statuses.
+
+MiniInferError
+├── InvalidRequest          the caller's fault; names the field
+├── NotFound                a model or an engine that is not served here
+├── Overloaded              try again later
+│   ├── QueueFull
+│   └── QueueTimeout
+├── Unavailable             try again, perhaps elsewhere
+│   ├── Draining
+│   ├── NoReadyEngine
+│   └── EngineFailed        the engine died under the stream
+├── DeadlineExceeded        the caller's own deadline passed
+├── StreamFailed            this stream alone went wrong
+│   └── OutOfMemory
+└── LoadError               the engine never came up
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class MiniInferError(Exception):
+    """Base of the tree. ``message`` is one line for the caller, ``reason`` a fixed word for programs."""
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequest(MiniInferError):
+    """A field of the request is wrong. ``field`` is its path in GenerateRequest, as in ``sampling.top_p``."""
+
+    reason = "INVALID_FIELD"
+
+    def __init__(self, field: str, message: str, reason: str = "INVALID_FIELD") -> None:
+        super().__init__(message)
+        self.args = (field, message, reason)
+        self.field = field
+        self.reason = reason  # type: ignore[misc]  # more precise than the class, e.g. PROMPT_TOO_LONG
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+class NotFound(MiniInferError):
+    """A model or an engine is not here. ``reason`` is MODEL_NOT_FOUND or ENGINE_NOT_FOUND."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.args = (message, reason)
+        self.reason = reason  # type: ignore[misc]
+
+
+class Overloaded(MiniInferError):
+    """Too much work at the moment. ``retry_after_s`` is when a new try is worth it, in seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.args = (message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(Overloaded):
+    """The bounded queue of the model holds no more."""
+
+    reason = "QUEUE_FULL"
+
+
+class QueueTimeout(Overloaded):
+    """The stream waited in the queue longer than its ``max_queue_duration``."""
+
+    reason = "QUEUE_TIMEOUT"
+
+
+class Unavailable(MiniInferError):
+    """Not here, not now. ``retry_after_s`` is when a new try is worth it, in seconds."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.args = (message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+
+class Draining(Unavailable):
+    """The server is stopping."""
+
+    reason = "DRAINING"
+
+
+class NoReadyEngine(Unavailable):
+    """No engine of the model is ready: still loading, or all failed."""
+
+    reason = "NO_READY_ENGINE"
+
+
+class EngineFailed(Unavailable):
+    """The engine died under the stream: an exception in a step, a device error, or no progress."""
+
+    reason = "ENGINE_FAILED"
+
+
+class DeadlineExceeded(MiniInferError):
+    """The caller's deadline passed."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class StreamFailed(MiniInferError):
+    """This stream alone went wrong, for example its logits were not numbers; the engine goes on."""
+
+    reason = "STREAM_FAILED"
+
+
+class OutOfMemory(StreamFailed):
+    """This stream's own allocation failed; the engine goes on."""
+
+    reason = "OUT_OF_MEMORY"
+
+
+class LoadError(MiniInferError):
+    """The engine could not be built: a missing file, an absent device, a shape that does not fit."""
+
+    reason = "LOAD_FAILED"

@@ -1,0 +1,1 @@
+"""The gRPC server: dispatcher, servicers, health, and the `mini-infer-server` command."""
