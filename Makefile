@@ -35,7 +35,7 @@ check: $(HAS_DEV) $(HAS_PROTOS) ## format, lint, types, imports, protos and thei
 	@echo "check: ruff format"  && $(BIN)/ruff format --check .
 	@echo "check: ruff"         && $(BIN)/ruff check .
 	@echo "check: mypy"         && $(BIN)/mypy
-	@echo "check: lint-imports" && $(BIN)/lint-imports
+	@echo "check: lint-imports" && $(BIN)/lint-imports --no-logo
 	@echo "check: buf lint"     && $(BIN)/buf lint
 	@echo "check: buf format"   && $(BIN)/buf format --diff --exit-code
 	@echo "check: stubs"        && scripts/protos --check
