@@ -1,0 +1,105 @@
+"""A conversation to token ids through the model's chat template. Knows nothing of limits or sampling."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from mini_infer.engines.api import ChatMessage
+from mini_infer.engines.control_tokens import ControlTokenGuard, control_tokens
+from mini_infer.engines.errors import InvalidRequest, StreamFailed
+
+_MAX_MESSAGE_CHARS = 500
+
+
+class ChatEncoder:
+    """Lays out conversations for one tokenizer. Safe from any thread."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        self._template = _template_of(tokenizer)
+        self._control = control_tokens(tokenizer, self._template or "")
+        added = tokenizer.added_tokens_decoder.values()
+        # A control token that is matched after normalizing can be typed in ways that a plain search does not see.
+        self._always_guard = any(token.normalized for token in added if token.content in self._control)
+        self._guard: ControlTokenGuard | None = None
+        self._guard_lock = threading.Lock()
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template at all."""
+        return self._template is not None
+
+    def encode(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Ids of a conversation, up to where the assistant's answer begins.
+
+        The template's text is tokenized without adding tokens, so a template that writes the begin token does not
+        get it twice. Control tokens typed in a message are plain text.
+
+        Raises:
+            InvalidRequest: There is no template, no message, or the template refuses the conversation.
+            StreamFailed: The template is broken.
+        """
+        if self._template is None:
+            raise InvalidRequest("chat", "this model has no chat template: send a prompt instead", "NO_CHAT_TEMPLATE")
+        if not messages:
+            raise InvalidRequest("chat", "must hold at least one message")
+        if not self._always_guard and not any(_mentions(message, self._control) for message in messages):
+            return self._encode(self._render(messages))
+        guard = self._guard_or_refuse()
+        masked = [ChatMessage(guard.mask(message.role), guard.mask(message.content)) for message in messages]
+        return guard.encode(self._render(masked))
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        if self._backend is None:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def _guard_or_refuse(self) -> ControlTokenGuard:
+        """The guard, built on first use because the copy of a large tokenizer takes a second."""
+        with self._guard_lock:
+            if self._guard is None:
+                try:
+                    if self._backend is None:
+                        raise ValueError("the tokenizer has no fast form")
+                    self._guard = ControlTokenGuard(self._backend, self._control)
+                except ValueError as error:
+                    raise InvalidRequest("chat", f"holds a control token, and {error}") from error
+            return self._guard
+
+    def _render(self, messages: Sequence[ChatMessage]) -> str:
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateSyntaxError as error:
+            raise StreamFailed(f"the model's chat template is broken: {_one_line(error)}") from error
+        except TemplateError as error:
+            raise InvalidRequest("chat", f"the model's chat template refuses this: {_one_line(error)}") from error
+        except Exception as error:  # a template is a program of its own and may raise anything
+            raise StreamFailed(f"the model's chat template failed: {_one_line(error)}") from error
+        assert isinstance(text, str)
+        return text
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    if not tokenizer.chat_template:
+        return None
+    try:
+        return tokenizer.get_chat_template()
+    except ValueError:  # several named templates, and none is the default
+        return None
+
+
+def _mentions(message: ChatMessage, tokens: Sequence[str]) -> bool:
+    return any(token in message.content or token in message.role for token in tokens)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join((str(error) or type(error).__name__).split())[:_MAX_MESSAGE_CHARS]

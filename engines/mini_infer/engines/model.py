@@ -1,0 +1,134 @@
+"""Loads one model onto one device, whole or not at all. Knows where models come from; runs none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+
+from mini_infer.engines.api import ModelInfo
+from mini_infer.engines.config import EngineConfig
+from mini_infer.engines.devices import resolve_device
+from mini_infer.engines.errors import LoadError
+from mini_infer.engines.generation_defaults import context_length, default_sampling, eos_token_ids
+from mini_infer.engines.model_source import find_source
+from mini_infer.engines.pretrained import load_pretrained, num_embedding_rows, wanted_dtype
+from mini_infer.engines.prompt import PromptPreparer
+from mini_infer.engines.shapes import randomise_weights, shape_config
+from mini_infer.engines.synthetic_tokenizer import synthetic_tokenizer
+
+_logger = logging.getLogger(__name__)
+_MAX_REASON_CHARS = 500
+_LOADING = threading.Lock()
+"""Loading changes state of the whole process (torch's default dtype, patched initialisers): one at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run, in evaluation mode, with all that an engine needs beside it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    text: PromptPreparer
+    eos_token_ids: frozenset[int]
+    device: torch.device
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Loads what ``config`` names. Blocking; safe from any thread.
+
+    Raises:
+        LoadError: In one line: what is missing, damaged, unknown or too large. Nothing incomplete is ever returned.
+    """
+    device = resolve_device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    with _LOADING, _one_line_errors(config.model):
+        if config.load_format == "dummy":
+            model, tokenizer = _load_dummy(config, device)
+        else:
+            model, tokenizer = load_pretrained(find_source(config.model, config.revision), config, device)
+        return _finish(config, device, model.eval().requires_grad_(False), tokenizer)
+
+
+def _load_dummy(config: EngineConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Random weights, made on the device and never copied."""
+    shape = shape_config(config.model)
+    tokenizer = synthetic_tokenizer(shape.vocab_size)
+    shape.eos_token_id = tokenizer.eos_token_id
+    shape.bos_token_id = shape.pad_token_id = None
+    with torch.device(device), no_init_weights():
+        model = AutoModelForCausalLM.from_config(shape, dtype=wanted_dtype(config.dtype, device) or shape.dtype)
+    randomise_weights(model)
+    return model, tokenizer
+
+
+def _finish(
+    config: EngineConfig, device: torch.device, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> LoadedModel:
+    """Reads the model's own defaults, then takes them out of `generate`'s sight."""
+    if config.chat_template is not None:
+        tokenizer.chat_template = _read_template(Path(config.chat_template))
+    generation = model.generation_config or GenerationConfig()
+    eos = eos_token_ids(tokenizer, model.config, generation)
+    info = ModelInfo(
+        source=config.model,
+        context_length=context_length(model.config, config.max_context),
+        vocab_size=num_embedding_rows(model),
+        dtype=str(model.dtype).removeprefix("torch."),
+        eos_token_ids=tuple(sorted(eos)),
+        has_chat_template=bool(tokenizer.chat_template),
+        default_sampling=default_sampling(config.default_sampling, generation),
+    )
+    # `generate` fills what it is not told from here: a file's max_length or penalty would win over our own defaults.
+    model.generation_config = GenerationConfig()
+    _log_loaded(info, model, device)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        text=PromptPreparer(tokenizer=tokenizer, info=info),
+        eos_token_ids=eos,
+        device=device,
+    )
+
+
+def _log_loaded(info: ModelInfo, model: PreTrainedModel, device: torch.device) -> None:
+    _logger.info(
+        "loaded %s: %s, %.1fM parameters, %s on %s, attention %s, context %d, torch %s, transformers %s",
+        info.source,
+        type(model).__name__,
+        model.num_parameters() / 1e6,
+        info.dtype,
+        device,
+        model.config._attn_implementation,
+        info.context_length,
+        torch.__version__,
+        transformers.__version__,
+    )
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"chat_template {path} cannot be read: {error}") from error
+
+
+@contextmanager
+def _one_line_errors(model: str) -> Iterator[None]:
+    """Turns whatever a loader raises into a `LoadError` of one line."""
+    try:
+        yield
+    except LoadError:
+        raise
+    except Exception as error:  # loaders raise anything: OSError, KeyError, RuntimeError, their own
+        reason = " ".join((str(error) or type(error).__name__).split())[:_MAX_REASON_CHARS]
+        raise LoadError(f"{model} cannot be loaded: {reason}") from error

@@ -1,0 +1,84 @@
+"""Loads a checkpoint's model and tokenizer onto a device, after looking at its files, and refuses what came out
+incomplete. Knows no requests and no defaults.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from mini_infer.engines.checkpoint import check_checkpoint
+from mini_infer.engines.config import EngineConfig
+from mini_infer.engines.errors import LoadError
+from mini_infer.engines.model_source import Source
+
+_logger = logging.getLogger(__name__)
+_MAX_NAMES = 3
+
+
+def load_pretrained(
+    source: Source, config: EngineConfig, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a folder. Raises `LoadError` for what the checks find; other exceptions are the library's own."""
+    check_checkpoint(source.folder, on_cpu=device.type == "cpu", trust_remote_code=config.trust_remote_code)
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
+    tokenizer = AutoTokenizer.from_pretrained(source.folder, **options)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source.folder,
+        dtype=wanted_dtype(config.dtype, device) or "auto",
+        device_map=None if device.type == "cpu" else {"": device},
+        output_loading_info=True,
+        **options,
+    )
+    model, report = loaded  # a pair because of output_loading_info
+    _refuse_incomplete(source, report)
+    _check_vocabulary(source, model, tokenizer)
+    return model, tokenizer
+
+
+def wanted_dtype(name: str, device: torch.device) -> torch.dtype | None:
+    """The dtype of a configured name; None means the checkpoint's own."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else None
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def num_embedding_rows(model: PreTrainedModel) -> int:
+    """How many token ids the model can be fed."""
+    embeddings: Any = model.get_input_embeddings()
+    return int(embeddings.weight.shape[0])
+
+
+def _refuse_incomplete(source: Source, report: dict[str, Any]) -> None:
+    for kind, what in (
+        ("missing_keys", "lacks weights that the model needs"),
+        ("mismatched_keys", "holds weights of another shape than its config.json says"),
+        ("error_msgs", "could not be loaded"),
+    ):
+        if report.get(kind):
+            names = sorted(str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in report[kind])
+            more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            raise LoadError(f"{source.folder} {what}: {', '.join(names[:_MAX_NAMES])}{more}")
+    if report.get("unexpected_keys"):
+        _logger.warning("%s: %d weights are not used by the model", source.folder, len(report["unexpected_keys"]))
+
+
+def _check_vocabulary(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A tokenizer without words is refused; one with more ids than the model is told of, and checked per request."""
+    num_rows = num_embedding_rows(model)
+    num_words = len(tokenizer) - len(tokenizer.all_special_ids)
+    if num_words < 1:
+        raise LoadError(f"the tokenizer in {source.folder} has no vocabulary")
+    highest = max(tokenizer.get_vocab().values())
+    if highest >= num_rows:
+        _logger.warning(
+            "%s: the tokenizer has ids up to %d, the model %d rows; prompts with higher ids are refused",
+            source.folder,
+            highest,
+            num_rows,
+        )
