@@ -5,9 +5,15 @@ Spans are whole nanoseconds on both sides, so their sums stay exact on the wire.
 
 from __future__ import annotations
 
+from google.protobuf.message import Message
+
 from mini_infer.engines import api
 from mini_infer.engines.errors import StreamFailed
 from mini_infer.server.call import ServedBy, Timing
+from mini_infer.server.errors import MAX_MESSAGE_BYTES, one_line
+from mini_infer.server.pool import EngineSnapshot, ModelSnapshot
+from mini_infer.server.server_info import ServerInfo
+from mini_infer.v1 import admin_pb2
 from mini_infer.v1 import generation_pb2 as pb
 
 
@@ -89,10 +95,13 @@ def engine_kind(kind: api.EngineKind) -> str:
     return f"ENGINE_KIND_{kind.name}"
 
 
-def model(name: str, info: api.ModelInfo, engine_ids: tuple[str, ...]) -> pb.Model:
-    """A served model."""
+def model(snapshot: ModelSnapshot) -> pb.Model:
+    """A served model; little is known of one that is still being loaded."""
+    info = snapshot.info
+    if info is None:
+        return pb.Model(name=snapshot.name, engine_ids=snapshot.engine_ids)
     return pb.Model(
-        name=name,
+        name=snapshot.name,
         source=info.source,
         context_length=info.context_length,
         vocab_size=info.vocab_size,
@@ -100,8 +109,41 @@ def model(name: str, info: api.ModelInfo, engine_ids: tuple[str, ...]) -> pb.Mod
         has_chat_template=info.has_chat_template,
         eos_token_ids=info.eos_token_ids,
         default_sampling=sampling(info.default_sampling),
-        engine_ids=engine_ids,
+        engine_ids=snapshot.engine_ids,
     )
+
+
+def engine_status(snapshot: EngineSnapshot, now_ns: int) -> admin_pb2.EngineStatus:
+    """An engine as it is at ``now_ns``, monotonic."""
+    stats = snapshot.stats
+    message = admin_pb2.EngineStatus(
+        engine_id=snapshot.engine_id,
+        kind=engine_kind(snapshot.kind),
+        devices=snapshot.devices,
+        model=snapshot.model,
+        state=f"ENGINE_STATE_{snapshot.state.name}",
+        failure=one_line(snapshot.failure, MAX_MESSAGE_BYTES),
+        num_running=snapshot.num_running,
+        num_waiting=snapshot.num_waiting,
+        max_running=snapshot.max_running,
+        generated_tokens=stats.generated_tokens,
+    )
+    if stats.generated_tokens and stats.last_step_ns is not None:
+        _set_spans(message, since_last_token=max(0, now_ns - stats.last_step_ns))
+    return message
+
+
+def server_info(info: ServerInfo, max_queue: int) -> pb.GetServerInfoResponse:
+    """What this process is."""
+    message = pb.GetServerInfoResponse(
+        version=info.version,
+        library_versions=info.library_versions,
+        max_message_bytes=info.max_message_bytes,
+        max_prompt_bytes=info.max_prompt_bytes,
+        max_queue=max_queue,
+    )
+    message.start_time.FromNanoseconds(info.start_wall_ns)
+    return message
 
 
 def sampling(values: api.Sampling) -> pb.SamplingParams:
@@ -154,9 +196,7 @@ def _timing(timing: Timing, arrival_wall_ns: int) -> pb.Timing:
     return message
 
 
-def _set_spans(
-    message: pb.GenerationStarted | pb.GenerationDelta | pb.FirstTokenTiming | pb.Timing, **spans_ns: int | None
-) -> None:
+def _set_spans(message: Message, **spans_ns: int | None) -> None:
     for name, span_ns in spans_ns.items():
         if span_ns is not None:
             getattr(message, name).FromNanoseconds(span_ns)
