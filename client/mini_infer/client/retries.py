@@ -1,0 +1,60 @@
+"""When to try a call again, and how long to wait before. Knows errors and clocks, no channel.
+
+All repeating is done here and none by gRPC's own retry policy, because measured on grpcio 1.85 that one
+(1) cannot be told to repeat RESOURCE_EXHAUSTED only on the server's word: it then repeats without pushback too;
+(2) waits for a pushback longer than the deadline, and so turns QUEUE_FULL into a bare DEADLINE_EXCEEDED; and
+(3) stops at the header, so a second layer was needed anyway, and the two would multiply.
+
+Repeating is safe: no method changes anything on the server but what it is asked to cancel. It happens only where no
+token came, so no text is ever delivered twice and no engine does the same work twice to the end.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from mini_infer.client.errors import MiniInferError, Overloaded, SlowReader, Unavailable
+
+FIRST_BACKOFF_S = 0.1
+"""Where the server names no time: this, doubled with each attempt."""
+
+MAX_WAIT_S = 30.0
+"""A server that wants us to stay away for longer is obeyed by giving up."""
+
+
+class Retries:
+    """The attempts of one call. ``timeout_s`` spans all of them and the waits between."""
+
+    def __init__(self, max_attempts: int, timeout_s: float | None) -> None:
+        self._max_attempts = max_attempts
+        self._num_failed = 0
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def remaining_s(self) -> float | None:
+        """What is left of the timeout; None without one."""
+        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+
+    def wait_s(self, error: MiniInferError) -> float:
+        """How long to wait before the next attempt. Raises ``error`` itself where there is none."""
+        self._num_failed += 1
+        if self._num_failed >= self._max_attempts or not can_retry(error):
+            raise error
+        wait_s = error.retry_after_s if error.retry_after_s is not None else self._backoff_s()
+        wait_s *= random.uniform(1.0, 1.2)  # noqa: S311  # spreads callers that were refused together
+        remaining_s = self.remaining_s()
+        if wait_s > MAX_WAIT_S or (remaining_s is not None and wait_s >= remaining_s):
+            raise error
+        return wait_s
+
+    def _backoff_s(self) -> float:
+        return float(FIRST_BACKOFF_S * 2 ** (self._num_failed - 1))
+
+
+def can_retry(error: MiniInferError) -> bool:
+    """Whether a new attempt may help and cannot hurt. An overloaded server is tried again only where it said when."""
+    if error.generated_tokens or (error.retry_after_s is not None and error.retry_after_s < 0):
+        return False
+    if isinstance(error, Overloaded):
+        return error.retry_after_s is not None and not isinstance(error, SlowReader)
+    return isinstance(error, Unavailable)
