@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncGenerator
 from typing import NoReturn
 
 import grpc
@@ -29,9 +30,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             engines=[convert_response.engine_status(each, now_ns) for each in self._dispatcher.engines]
         )
 
-    async def WatchEngines(self, request: pb.WatchEnginesRequest, context: Context) -> NoReturn:
+    async def WatchEngines(
+        self, request: pb.WatchEnginesRequest, context: Context
+    ) -> AsyncGenerator[pb.WatchEnginesResponse, None]:
         """Not in this version."""
         await _not_here(context, "WatchEngines")
+        yield pb.WatchEnginesResponse()  # never reached: it makes this a generator, as gRPC wants a stream to be
 
     async def DrainEngine(self, request: pb.DrainEngineRequest, context: Context) -> NoReturn:
         """Not in this version."""
