@@ -29,6 +29,7 @@ class EngineConfig:
     num_threads: int | None = None  # of torch on CPU; None is torch's own choice
     chat_template: str | None = None  # a file; None is the model's own
     trust_remote_code: bool = False  # whether to run Python code that comes with the model
+    cache_dir: str | None = None  # where the default model's unpacked copy is kept; None is ~/.cache/mini-infer
     default_sampling: Sampling = Sampling()  # the operator's; goes before the model's own
 
     def __post_init__(self) -> None:

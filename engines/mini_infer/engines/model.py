@@ -13,9 +13,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
 
 from mini_infer.engines.api import ModelInfo
-from mini_infer.engines.config import EngineConfig
+from mini_infer.engines.config import DEFAULT_MODEL, EngineConfig
+from mini_infer.engines.default_model import load_default
 from mini_infer.engines.devices import resolve_device
 from mini_infer.engines.errors import LoadError
 from mini_infer.engines.generation_defaults import context_length, default_sampling, eos_token_ids
@@ -51,12 +53,22 @@ def load_model(config: EngineConfig) -> LoadedModel:
     device = resolve_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    with _LOADING, _one_line_errors(config.model):
-        if config.load_format == "dummy":
-            model, tokenizer = _load_dummy(config, device)
-        else:
-            model, tokenizer = load_pretrained(find_source(config.model, config.revision), config, device)
+    with _LOADING, _one_line_errors(config.model), _quiet_transformers():
+        model, tokenizer = _load(config, device)
         return _finish(config, device, model.eval().requires_grad_(False), tokenizer)
+
+
+def _load(config: EngineConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if config.load_format == "dummy":
+        return _load_dummy(config, device)
+    if config.model == DEFAULT_MODEL:
+        return load_default(config, device)
+    return load_pretrained(
+        find_source(config.model, config.revision),
+        device,
+        wanted_dtype(config.dtype, device),
+        trust_remote_code=config.trust_remote_code,
+    )
 
 
 def _load_dummy(config: EngineConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -132,3 +144,22 @@ def _one_line_errors(model: str) -> Iterator[None]:
     except Exception as error:  # loaders raise anything: OSError, KeyError, RuntimeError, their own
         reason = " ".join((str(error) or type(error).__name__).split())[:_MAX_REASON_CHARS]
         raise LoadError(f"{model} cannot be loaded: {reason}") from error
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars, and no table of weights: what is in it is refused or logged by us, in one line."""
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    report = logging.getLogger("transformers.modeling_utils")
+    transformers_logging.disable_progress_bar()
+    report.addFilter(_is_not_load_report)
+    try:
+        yield
+    finally:
+        report.removeFilter(_is_not_load_report)
+        if had_bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _is_not_load_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()

@@ -8,11 +8,18 @@ import logging
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from mini_infer.engines.checkpoint import check_checkpoint
-from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.errors import LoadError
+from mini_infer.engines.gguf_tokenizer import check_same_vocabulary, load_gguf_tokenizer
 from mini_infer.engines.model_source import Source
 
 _logger = logging.getLogger(__name__)
@@ -20,15 +27,25 @@ _MAX_NAMES = 3
 
 
 def load_pretrained(
-    source: Source, config: EngineConfig, device: torch.device
+    source: Source, device: torch.device, dtype: torch.dtype | None, *, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a folder. Raises `LoadError` for what the checks find; other exceptions are the library's own."""
-    check_checkpoint(source.folder, on_cpu=device.type == "cpu", trust_remote_code=config.trust_remote_code)
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(source.folder, **options)
+    """Loads what a source holds, in ``dtype`` or in the checkpoint's own.
+
+    Raises `LoadError` for what the checks find; other exceptions are the library's own.
+    """
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+    if source.gguf_file is None:
+        check_checkpoint(source.folder, on_cpu=device.type == "cpu", trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, **options)
+    else:
+        options["gguf_file"] = source.gguf_file
+        AutoConfig.from_pretrained(source.folder, **options)  # an unknown architecture is told before all else
+        tokenizer = _gguf_tokenizer(source)
+        # Unpacked: weights left in their blocks need a kernel that is fetched from the hub, and give other numbers.
+        options["quantization_config"] = GgufConfig(dequantize=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         source.folder,
-        dtype=wanted_dtype(config.dtype, device) or "auto",
+        dtype=dtype or "auto",
         device_map=None if device.type == "cpu" else {"": device},
         output_loading_info=True,
         **options,
@@ -46,6 +63,16 @@ def wanted_dtype(name: str, device: torch.device) -> torch.dtype | None:
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
+
+
+def _gguf_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The source model's own tokenizer where it lies beside the file, else the one that the file describes."""
+    path = source.folder / str(source.gguf_file)
+    if not (source.folder / "tokenizer.json").is_file():
+        return load_gguf_tokenizer(path)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+    check_same_vocabulary(path, tokenizer)
+    return tokenizer
 
 
 def num_embedding_rows(model: PreTrainedModel) -> int:
