@@ -22,6 +22,7 @@ from mini_infer.engines.api import (
 )
 from mini_infer.engines.errors import MiniInferError
 from mini_infer.engines.scripted_text import END_ID, ScriptedText
+from mini_infer.engines.stop_strings import StopMatcher
 
 _UNLIKELY = -100.0
 
@@ -37,7 +38,8 @@ class Answer:
         self.ended = False
         self._text, self._now_ns = text, now_ns
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        stop = request.stop
+        self._stops = StopMatcher(stop.strings, include=stop.include_stop_string) if stop.strings else None
         self._ids: list[int] = []  # since the delta before
         self._sent_delta = False
         self._times = StreamTimes(admitted_ns=now_ns())
@@ -53,8 +55,7 @@ class Answer:
         self._ids.append(token_id)
         matched: int | str | None
         reason, matched = self._end_of(token_id)
-        self._held += self._utf8.decode(self._visible(token_id, reason), final=reason is not None)
-        text, stop_string = self._release(final=reason is not None)
+        text, stop_string = self._release(self._visible(token_id, reason), final=reason is not None)
         if stop_string is not None:
             reason, matched = FinishReason.STOP_STRING, stop_string
         events = self._delta(text)
@@ -62,15 +63,16 @@ class Answer:
 
     def finish(self, reason: FinishReason) -> list[StreamEvent]:
         """Ends the answer from outside, with the text that was held back."""
-        self._held += self._utf8.decode(b"", final=True)
-        text, self._held = self._held, ""
-        return [*(self._delta(text) if text else []), self._finished(reason, None)]
+        return [*self._rest(), self._finished(reason, None)]
 
     def fail(self, error: MiniInferError) -> list[StreamEvent]:
         """Ends the answer badly, with the text that was held back."""
-        text, self._held = self._held, ""
         self.ended = True
-        return [*(self._delta(text) if text else []), Failed(self.request.key, error, self._times)]
+        return [*self._rest(), Failed(self.request.key, error, self._times)]
+
+    def _rest(self) -> list[StreamEvent]:
+        text, _ = self._release(b"", final=True)
+        return self._delta(text) if text else []
 
     def _stamp(self) -> None:
         now_ns, times = self._now_ns(), self._times
@@ -98,20 +100,15 @@ class Answer:
         cut = reason is FinishReason.STOP_TOKEN and not self.request.stop.include_stop_string
         return b"" if hidden or cut else self._text.token(token_id)
 
-    def _release(self, *, final: bool) -> tuple[str, str | None]:
+    def _release(self, piece: bytes, *, final: bool) -> tuple[str, str | None]:
         """Text that can go out now, and the stop string that was found."""
-        stop = self.request.stop
-        strings = stop.strings if self.num_tokens > stop.min_new_tokens else ()
-        hits = [(at, string) for string in strings if (at := self._held.find(string)) >= 0]
-        if hits:
-            at, string = min(hits, key=lambda hit: hit[0])
-            text = self._held[: at + len(string) if stop.include_stop_string else at]
-            self._held = ""
-            return text, string
-        num_kept = 0 if final else max((_overlap(self._held, string) for string in strings), default=0)
-        cut = len(self._held) - num_kept
-        text, self._held = self._held[:cut], self._held[cut:]
-        return text, None
+        text = self._utf8.decode(piece, final)
+        if self._stops is None:
+            return text, None
+        text = self._stops.feed(text, counts=self.num_tokens > self.request.stop.min_new_tokens)
+        if final and self._stops.matched is None:
+            text += self._stops.flush()
+        return text, self._stops.matched
 
     def _delta(self, text: str) -> list[StreamEvent]:
         if not text and not (self.request.output.every_token and self._ids):
@@ -136,9 +133,3 @@ class Answer:
         self.ended = True
         usage = Usage(len(self.request.prompt_ids), self.num_tokens)
         return Finished(self.request.key, reason, usage, self._times, matched, self.request.sampling.seed)
-
-
-def _overlap(text: str, string: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``string``."""
-    longest = min(len(text), len(string) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)
