@@ -100,7 +100,7 @@ class Container:
         return subprocess.run(command, cwd=self.app, env=self.environ, text=True, **options)
 
     def start(self) -> subprocess.Popen[str]:
-        command = [self.here(word) for text in (said("ENTRYPOINT")[0], said("CMD")[0]) for word in exec_form(text)]
+        command = [self.here(word) for word in exec_form(said("ENTRYPOINT")[0])]
         command[0] = str(self.env_bin / command[0])
         return subprocess.Popen(command, cwd=self.app, env=self.environ, text=True, stdout=subprocess.PIPE)
 
