@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-from mini_infer.engines.api import Engine, EngineState, Event, StateChanged
+from mini_infer.engines.api import Delta, Engine, EngineState, Event, Started, StateChanged
 from mini_infer.engines.errors import Draining, EngineFailed, InvalidRequest, LoadError, MiniInferError, NotFound
 from mini_infer.server.call import Call
 from mini_infer.server.engine_slots import EngineSlots
@@ -177,7 +177,8 @@ class Dispatcher:
                 self._change(queue, slots, event.state, event.error)
             else:
                 queue.take(slots, event)
-        queue.place()
+        if not all(isinstance(event, Started | Delta) for event in events):
+            queue.place()
 
     def _change(
         self, queue: ModelQueue, slots: EngineSlots, state: EngineState, failure: MiniInferError | None
@@ -194,15 +195,17 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(listener, queue.engine_snapshot(slots))
 
     def _watch(self) -> None:
-        """Looks for engines that hold streams and do nothing; calls itself again."""
+        """Looks for engines that hold streams and do nothing, and for prompts stuck in tokenizing; comes back."""
+        interval_s = self._stall_timeout_s / _WATCHES_PER_STALL
+        self._watch_timer = asyncio.get_running_loop().call_later(interval_s, self._watch)
         now_ns = time.monotonic_ns()
         for queue, slots in self._all_slots():
             if slots.silent_s(now_ns) > self._stall_timeout_s:
                 message = f"engine {slots.engine_id} made no progress for {self._stall_timeout_s:g} s"
                 self._change(queue, slots, EngineState.FAILED, EngineFailed(message))
                 queue.fail_running(slots, message)
-        interval_s = self._stall_timeout_s / _WATCHES_PER_STALL
-        self._watch_timer = asyncio.get_running_loop().call_later(interval_s, self._watch)
+        for queue in self._queues.values():
+            queue.fail_stuck(now_ns - round(self._stall_timeout_s * 1e9))
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class ModelQueue:
         self.slots = [EngineSlots(engine, position) for position, engine in enumerate(pool.engines)]
         self.waiting: dict[str, Stream] = {}  # in order of arrival; those being tokenized too
         self._placement = Placement(pool.config, self.slots)
-        self._pace = Pace(time.monotonic_ns())
+        self._pace = Pace()
         self._preparing: dict[str, _Prepared] = {}
         self._threads = threads
         self._post = post
@@ -71,7 +71,9 @@ class ModelQueue:
                 f"{len(self.waiting)} streams wait for {self.config.model!r} already", self._retry_after_s()
             )
         if call.max_queue_ns == 0 and not any(slots.can_take for slots in matching):
-            raise self._overdue(call)
+            raise self._queue_timeout()
+        if not self.waiting:
+            self._pace.begin(time.monotonic_ns())
         stream = Stream(call, self)
         self.waiting[stream.key] = stream
         stream.set_timer(limit_ns, partial(self._expire, stream))
@@ -96,7 +98,7 @@ class ModelQueue:
         stream.mark_prepared(*future.result())
         self.place()
         if stream.call.max_queue_ns == 0 and stream.key in self.waiting:
-            self.end(stream, stream.failed(self._overdue(stream.call)))
+            self.end(stream, stream.failed(self._queue_timeout()))
 
     # --- on -------------------------------------------------------------------------------------------------------
 
@@ -166,6 +168,12 @@ class ModelQueue:
         for stream in list(slots.assigned.values()):
             self.end(stream, stream.failed(EngineFailed(message)))
 
+    def fail_stuck(self, before_ns: int) -> None:
+        """Fails the streams that arrived before an instant and are not tokenized yet."""
+        for stream in list(self.waiting.values()):
+            if stream.prepared is None and stream.call.arrival_ns < before_ns:
+                self.end(stream, stream.failed(StreamFailed("tokenizing the prompt made no progress")))
+
     def _cancel_running(self, stream: Stream) -> None:
         for slots in self.slots:
             if stream.key in slots.assigned:
@@ -226,6 +234,9 @@ class ModelQueue:
     def _overdue(self, call: Call) -> MiniInferError:
         if call.request.deadline_ns is not None and call.request.deadline_ns == _wait_limit_ns(call):
             return DeadlineExceeded("the deadline passed before an engine was free")
+        return self._queue_timeout()
+
+    def _queue_timeout(self) -> QueueTimeout:
         return QueueTimeout("no engine was free within max_queue_duration", self._retry_after_s())
 
 
