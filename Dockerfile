@@ -34,5 +34,5 @@ ENV MINI_INFER_HOST=0.0.0.0 MINI_INFER_PORT=50051
 EXPOSE 50051
 STOPSIGNAL SIGTERM
 # Not healthy until the model is loaded, and never restarted for that alone: Docker only reports.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=180s --retries=3 CMD ["mini-infer", "health", "--address", "127.0.0.1:50051"]
+HEALTHCHECK --interval=10s --timeout=10s --start-period=180s --retries=3 CMD ["mini-infer", "health", "--address", "127.0.0.1:50051"]
 ENTRYPOINT ["mini-infer-server"]
