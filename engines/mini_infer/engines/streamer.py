@@ -1,0 +1,295 @@
+"""One stream's way from token ids to text and its one final event. Knows no model and no engine.
+
+Per token: decode, look for what ends the stream, stamp, hand out. The one who generates asks `finished` and stops.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, TextIteratorStreamer
+
+from mini_infer.engines.api import (
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    OutputOptions,
+    PreparedRequest,
+    StopConditions,
+    StreamEvent,
+    StreamTimes,
+    TokenLogprob,
+    Usage,
+)
+from mini_infer.engines.errors import MiniInferError, StreamFailed
+from mini_infer.engines.stop_strings import StopMatcher
+from mini_infer.engines.text_decoder import TextDecoder
+
+
+class TokenStreamer(TextIteratorStreamer):
+    """A `TextIteratorStreamer` whose cost per token stays flat, whose text is exact, and which can fail aloud.
+
+    Ids come in by `put` (from ``model.generate``: the prompt first) or by `push`. Text goes out to one reader: whoever
+    iterates, in any thread, or ``sink``, which gets `Delta` events and exactly one `Finished` or `Failed`.
+
+    Alone it is a drop-in for `TextIteratorStreamer`. With a ``request`` it also ends the stream by the request's own
+    conditions, and leaves the prompt out; ``skip_special_tokens`` is then the request's. Safe from any thread;
+    ``sink`` is called under the stream's lock and must neither block nor raise.
+
+    Args:
+        tokenizer: decodes the ids.
+        skip_prompt: whether the first `put` is left out of the text.
+        timeout: seconds that a reader waits for more text before it gets `queue.Empty`; ``None`` waits on.
+        skip_special_tokens: whether special tokens stay out of the text.
+        clean_up_tokenization_spaces: accepted so that callers may say False; text that is out cannot be cleaned.
+        request: what to answer; needed for a sink.
+        sink: takes events as they happen, instead of a reader.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        skip_prompt: bool = False,
+        timeout: float | None = None,
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+        request: PreparedRequest | None = None,
+        sink: Callable[[StreamEvent], None] | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        if clean_up_tokenization_spaces:
+            raise ValueError("clean_up_tokenization_spaces would change text that was streamed already")
+        if sink is not None and request is None:
+            raise ValueError("a sink needs a request: events carry its key")
+        stop = request.stop if request else StopConditions()
+        output = request.output if request else OutputOptions(skip_special_tokens=skip_special_tokens)
+        super().__init__(
+            tokenizer, skip_prompt or request is not None, timeout, skip_special_tokens=output.skip_special_tokens
+        )
+        # Text, and at the end None or an error. SimpleQueue costs a tenth of the base's Queue.
+        self.text_queue: SimpleQueue[str | MiniInferError | None] = SimpleQueue()  # type: ignore[assignment]
+        self.admitted_ns: int | None = None
+        """When the engine took the stream; the engine's to set."""
+        self.finished = False
+        """Whether no more ids are wanted."""
+        self._request = request
+        self._stop = stop
+        self._eos_ids = request.eos_token_ids if request else frozenset[int]()
+        self._end_ids = self._eos_ids | frozenset(stop.token_ids)
+        self._output = output
+        self._every_token = output.every_token and sink is not None
+        self._sink = sink
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._decoder = TextDecoder(tokenizer, skip_special_tokens=output.skip_special_tokens)
+        self._matcher = StopMatcher(stop.strings, include=stop.include_stop_string) if stop.strings else None
+        # since the delta before
+        self._new_ids: list[int] = []
+        self._new_logprobs: list[TokenLogprob] = []
+        # of the whole stream
+        self._num_tokens = 0
+        self._first_token_ns: int | None = None
+        self._first_text_ns: int | None = None
+        self._last_token_ns: int | None = None
+        self._max_gap_ns = 0
+        self._num_deltas = 0
+        self._has_first_bytes = False
+
+    # --- ids in -------------------------------------------------------------------------------------------------
+
+    def put(self, value: Any) -> None:
+        """Takes ids from ``model.generate``: a tensor or array of shape [1, n] or [n]; first of all the prompt.
+
+        Raises `ValueError` for more than one row, after failing the stream: one streamer is one stream.
+        """
+        ids = value.tolist()
+        if not isinstance(ids, list):
+            ids = [ids]
+        if ids and isinstance(ids[0], list):
+            if len(ids) > 1:
+                message = f"one streamer serves one stream, not a batch of {len(ids)}"
+                self.fail(StreamFailed(message))
+                raise ValueError(message)
+            ids = ids[0]
+        if self.next_tokens_are_prompt:
+            self.next_tokens_are_prompt = False
+            if not self.skip_prompt:
+                self._echo(ids)
+            return
+        for token_id in ids:
+            self.push(token_id)
+
+    def push(self, token_id: int, logprob: TokenLogprob | None = None) -> None:
+        """Takes one generated id. Once the stream is finished, ids are ignored."""
+        with self._lock:
+            if not self.finished:
+                self._push(token_id, logprob)
+
+    def _push(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        now_ns = self._stamp()
+        self._new_ids.append(token_id)
+        if logprob is not None:
+            self._new_logprobs.append(logprob if self._has_first_bytes else self._first_logprob(logprob))
+        may_stop = self._num_tokens >= self._stop.min_new_tokens
+        if may_stop and token_id in self._end_ids:
+            self._close_at_token(token_id, now_ns)
+            return
+        text = self._decoder.step(token_id)
+        if self._matcher is not None:
+            text = self._matcher.feed(text, counts=may_stop)
+            if self._matcher.matched is not None:
+                self._close(text, now_ns, FinishReason.STOP_STRING)
+                return
+        if self._num_tokens == self._stop.max_new_tokens:
+            assert self._request is not None
+            self._close(text, now_ns, self._request.limit_reason)
+        elif text or self._every_token:
+            self._deliver(text, now_ns)
+
+    def _stamp(self) -> int:
+        now_ns = self._clock()
+        self._num_tokens += 1
+        if self._last_token_ns is None:
+            self._first_token_ns = now_ns
+        elif now_ns - self._last_token_ns > self._max_gap_ns:
+            self._max_gap_ns = now_ns - self._last_token_ns
+        self._last_token_ns = now_ns
+        return now_ns
+
+    def _first_logprob(self, logprob: TokenLogprob) -> TokenLogprob:
+        """The first token's bytes as they are in the text: without the space that its decoder strips."""
+        table = self._decoder.table
+        if table.token(logprob.token_id) is None:
+            return logprob
+        self._has_first_bytes = True
+        first = table.token_bytes(logprob.token_id, first=True)
+        return replace(logprob, token=first) if logprob.token == b" " + first else logprob
+
+    def _echo(self, prompt_ids: list[int]) -> None:
+        with self._lock:
+            text = "" if self.finished else "".join(map(self._decoder.step, prompt_ids))
+            if text:
+                self.text_queue.put(text)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def finish(self, reason: FinishReason) -> None:
+        """Ends the stream well for a reason from outside, such as CANCELLED. Ignored once it has ended."""
+        with self._lock:
+            if not self.finished:
+                self._close("", self._clock(), reason)
+
+    def fail(self, error: MiniInferError) -> None:
+        """Ends the stream badly: hands out text held back, then the error. Ignored once the stream has ended."""
+        with self._lock:
+            if not self.finished:
+                self._close("", self._clock(), error)
+
+    def end(self) -> None:
+        """Called by ``model.generate`` when it returns. Ignored once the stream has ended.
+
+        An answer to a request must have ended by then, for one of the reasons there are; if not, it fails.
+        """
+        with self._lock:
+            if not self.finished:
+                error = StreamFailed("generation ended before the answer did")
+                self._close("", self._clock(), None if self._request is None else error)
+
+    def _close_at_token(self, token_id: int, now_ns: int) -> None:
+        """Ends the stream at an end or stop token, whose text is shown only where that was asked for."""
+        is_eos = token_id in self._eos_ids
+        is_shown = not self._output.skip_special_tokens if is_eos else self._stop.include_stop_string
+        text = self._rest(self._num_tokens - 1)
+        if is_shown and (self._matcher is None or self._matcher.matched is None):
+            text += self._decoder.step(token_id) + self._decoder.flush()
+        self._close(text, now_ns, FinishReason.EOS if is_eos else FinishReason.STOP_TOKEN, matched=token_id)
+
+    def _rest(self, num_tokens: int) -> str:
+        """All text that was held back; a stop string in it still counts, from ``min_new_tokens`` on."""
+        text = self._decoder.flush()
+        if self._matcher is None:
+            return text
+        return self._matcher.feed(text, counts=num_tokens >= self._stop.min_new_tokens) + self._matcher.flush()
+
+    def _close(
+        self,
+        text: str,
+        now_ns: int,
+        outcome: FinishReason | MiniInferError | None,  # None: over, and nobody asked why
+        *,
+        matched: int | str | None = None,
+    ) -> None:
+        self.finished = True
+        try:
+            text += self._rest(self._num_tokens)
+            if text or (self._every_token and self._new_ids):
+                self._deliver(text, now_ns)
+        finally:  # whatever a tokenizer does, whoever waits hears of the end
+            if self._matcher is not None and self._matcher.matched and not isinstance(outcome, MiniInferError):
+                outcome, matched = FinishReason.STOP_STRING, self._matcher.matched
+            self._hand_out_end(outcome, matched)
+
+    # --- events out -----------------------------------------------------------------------------------------------
+
+    @property
+    def times(self) -> StreamTimes:
+        """The stamps so far."""
+        return StreamTimes(
+            admitted_ns=self.admitted_ns,
+            first_token_ns=self._first_token_ns,
+            first_text_ns=self._first_text_ns,
+            last_token_ns=self._last_token_ns,
+            max_gap_ns=self._max_gap_ns,
+            num_tokens=self._num_tokens,
+        )
+
+    def _deliver(self, text: str, now_ns: int) -> None:
+        if text and self._first_text_ns is None:
+            self._first_text_ns = now_ns
+        new_ids, new_logprobs = tuple(self._new_ids), tuple(self._new_logprobs)
+        self._new_ids.clear()
+        self._new_logprobs.clear()
+        if self._sink is None:
+            if text:
+                self.text_queue.put(text)
+            return
+        assert self._request is not None
+        assert self._last_token_ns is not None
+        first_token_ns = None if self._num_deltas else self._first_token_ns
+        self._num_deltas += 1
+        self._sink(
+            Delta(self._request.key, text, new_ids, self._num_tokens, self._last_token_ns, new_logprobs, first_token_ns)
+        )
+
+    def _hand_out_end(self, outcome: FinishReason | MiniInferError | None, matched: int | str | None) -> None:
+        if self._sink is None:
+            self.text_queue.put(outcome if isinstance(outcome, MiniInferError) else None)
+            return
+        assert self._request is not None
+        assert outcome is not None
+        if isinstance(outcome, MiniInferError):
+            self._sink(Failed(self._request.key, outcome, self.times))
+        else:
+            usage = Usage(len(self._request.prompt_ids), self._num_tokens)
+            seed = self._request.sampling.seed
+            self._sink(Finished(self._request.key, outcome, usage, self.times, matched, seed))
+
+    def __next__(self) -> str:
+        """The next text. Raises the stream's error, or `queue.Empty` after ``timeout`` seconds without any."""
+        if self._sink is not None:
+            raise TypeError("this stream's text goes to its sink")
+        text = self.text_queue.get(timeout=self.timeout)
+        if isinstance(text, str):
+            return text
+        self.text_queue.put(text)  # for whoever asks once more
+        if text is None:
+            raise StopIteration
+        raise text
