@@ -13,6 +13,7 @@ from mini_infer.server.admin import AdminServicer
 from mini_infer.server.dispatcher import Dispatcher
 from mini_infer.server.health import HealthServicer
 from mini_infer.server.interceptors import ErrorInterceptor
+from mini_infer.server.pool import ModelSnapshot
 from mini_infer.server.server_info import MAX_MESSAGE_BYTES, ServerInfo
 from mini_infer.server.servicer import GenerationServicer
 from mini_infer.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -59,6 +60,11 @@ class App:
         await self._server.start()
         await self._dispatcher.start()
         return address
+
+    @property
+    def models(self) -> list[ModelSnapshot]:
+        """All models as they are now."""
+        return self._dispatcher.models
 
     async def wait_ready(self) -> None:
         """Waits for every engine. Raises `LoadError` where one does not come up."""

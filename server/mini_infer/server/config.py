@@ -57,11 +57,13 @@ class ModelConfig:
     groups: tuple[EngineGroup, ...] = (EngineGroup(),)
 
     def __post_init__(self) -> None:
-        labels = [label if ":" in label else f"{label}:0" for group in self.groups for label in group.devices]
+        labels = [label for group in self.groups for label in group.devices]
         for label in labels:
             replace(self.engine, device=label)  # looks at its form
-            if labels.count(label) > 1:
-                raise ConfigError(f"devices: {label.removesuffix(':0')!r} is named twice; an engine has its own device")
+        spelled_out = [label if ":" in label else f"{label}:0" for label in labels]
+        for label, spelled in zip(labels, spelled_out, strict=True):
+            if spelled_out.count(spelled) > 1:
+                raise ConfigError(f"devices: {label!r} is named twice; every engine has a device of its own")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,6 @@ class ServerConfig:
     grace_s: float
     propagation_s: float
     stall_timeout_s: float
-    cache_dir: Path
     log_level: str
 
     def __post_init__(self) -> None:
@@ -103,7 +104,6 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
             grace_s=settings["grace"],
             propagation_s=settings["propagation"],
             stall_timeout_s=settings["stall_timeout"],
-            cache_dir=Path(settings["cache_dir"] or _default_cache_dir(environ)).expanduser(),
             log_level=settings["log_level"],
         )
     except LoadError as error:
@@ -117,10 +117,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         for option in OPTIONS
         if (text := environ.get(option.variable))
     }
-
-
-def _default_cache_dir(environ: Mapping[str, str]) -> str:
-    return f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/mini-infer"
 
 
 def _models(layers: tuple[dict[str, Any], ...], file: File) -> tuple[ModelConfig, ...]:
@@ -165,6 +161,7 @@ def _model(
             num_threads=settings["threads"],
             chat_template=settings["chat_template"],
             trust_remote_code=settings["trust_remote_code"],
+            cache_dir=settings["cache_dir"],
             default_sampling=sampling,
         ),
         groups=groups,

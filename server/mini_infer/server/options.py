@@ -116,7 +116,7 @@ OPTIONS = (
         of_model=True,
     ),
     Option(name="threads", kind=int, help="CPU threads of torch; default: torch's own choice"),
-    Option(name="cache_dir", help="folder for the converted default model; default: ~/.cache/mini-infer"),
+    Option(name="cache_dir", help="folder for the unpacked default model; default: ~/.cache/mini-infer"),
     Option(
         name="policy",
         default="least_loaded",

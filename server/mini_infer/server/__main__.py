@@ -1,0 +1,50 @@
+"""`mini-infer-server`: reads its configuration, then builds and runs the server. Loads torch only in between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from typing import NoReturn
+
+from mini_infer.engines.errors import LoadError
+from mini_infer.server.config import ServerConfig, load_config
+from mini_infer.server.options import ConfigError
+from mini_infer.server.run import EXIT_AT_ONCE, EXIT_FAILED, complain, run, say
+
+EXIT_USAGE = 2
+
+
+def main() -> NoReturn:
+    """Serves, and exits: 0 after a drain, 2 for a configuration that cannot be meant, 1 for one that does not work."""
+    try:
+        config = load_config(sys.argv[1:], os.environ)
+    except ConfigError as error:
+        complain(error)
+        sys.exit(EXIT_USAGE)
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    try:
+        code = asyncio.run(_serve(config))
+    except LoadError as error:
+        complain(error)
+        code = EXIT_FAILED
+    except KeyboardInterrupt:  # before the signals are heeded
+        code = EXIT_AT_ONCE
+    logging.shutdown()
+    os._exit(code)  # a thread that still loads a model would be waited for
+
+
+async def _serve(config: ServerConfig) -> int:
+    from mini_infer.server.build import build_app, decisions
+
+    app = build_app(config)
+    for line in decisions(config):
+        say(line)
+    return await run(app)
+
+
+if __name__ == "__main__":
+    main()

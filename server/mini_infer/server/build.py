@@ -1,0 +1,58 @@
+"""From a configuration to the server that it asks for. The place where the server meets torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mini_infer.engines.api import Engine
+from mini_infer.engines.devices import default_devices, resolve_device
+from mini_infer.engines.generate_engine import GenerateEngine
+from mini_infer.server.app import App
+from mini_infer.server.config import EngineGroup, ModelConfig, ServerConfig
+from mini_infer.server.dispatcher import Dispatcher
+from mini_infer.server.pool import Pool
+from mini_infer.server.server_info import version
+
+
+def build_app(config: ServerConfig) -> App:
+    """The server, not started. Raises `LoadError` where a device is not of this machine."""
+    dispatcher = Dispatcher([_pool(model) for model in config.models], stall_timeout_s=config.stall_timeout_s)
+    return App(
+        dispatcher, host=config.host, port=config.port, grace_s=config.grace_s, propagation_s=config.propagation_s
+    )
+
+
+def decisions(config: ServerConfig) -> Iterator[str]:
+    """What will be served and how, line by line, with the reason of each choice."""
+    yield (
+        f"version {version()}, grace {config.grace_s:g} s, propagation {config.propagation_s:g} s, "
+        f"stall timeout {config.stall_timeout_s:g} s"
+    )
+    for model in config.models:
+        pool, engine = model.pool, model.engine
+        knee = "" if pool.knee is None else f" with knee {pool.knee}"
+        yield (
+            f"model {pool.model}: source {engine.model}, load format {engine.load_format}, dtype {engine.dtype}, "
+            f"policy {pool.policy}{knee}, queue of {pool.max_queue}"
+        )
+        for group in model.groups:
+            why = "auto: the only kind in this version" if group.kind == "auto" else "as asked"
+            where = "as asked" if group.devices else "the first CUDA device, else the CPU"
+            yield f"model {pool.model}: engine generate ({why}) on {', '.join(_devices(group))} ({where})"
+
+
+def _pool(config: ModelConfig) -> Pool:
+    labels = [label for group in config.groups for label in _devices(group)]
+    engines: list[Engine] = [
+        GenerateEngine(replace(config.engine, device=label), f"{config.pool.model}/{index}")
+        for index, label in enumerate(labels)
+    ]
+    return Pool(config=config.pool, engines=engines)
+
+
+def _devices(group: EngineGroup) -> tuple[str, ...]:
+    labels = group.devices or default_devices()[:1]
+    for label in labels:
+        resolve_device(label)
+    return labels
