@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from mini_infer.engines.api import ChatMessage
@@ -19,9 +18,10 @@ _MAX_MESSAGE_CHARS = 500
 class ChatEncoder:
     """Lays out conversations for one tokenizer. Safe from any thread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encode: Callable[[str], tuple[int, ...]]) -> None:
+        """``encode`` gives the ids of a text without adding any."""
         self._tokenizer = tokenizer
-        self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        self._encode = encode
         self._template = _template_of(tokenizer)
         self._control = control_tokens(tokenizer, self._template or "")
         added = tokenizer.added_tokens_decoder.values()
@@ -55,19 +55,12 @@ class ChatEncoder:
         masked = [ChatMessage(guard.mask(message.role), guard.mask(message.content)) for message in messages]
         return guard.encode(self._render(masked))
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        if self._backend is None:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=False))
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
-
     def _guard_or_refuse(self) -> ControlTokenGuard:
         """The guard, built on first use because the copy of a large tokenizer takes a second."""
         with self._guard_lock:
             if self._guard is None:
                 try:
-                    if self._backend is None:
-                        raise ValueError("the tokenizer has no fast form")
-                    self._guard = ControlTokenGuard(self._backend, self._control)
+                    self._guard = ControlTokenGuard(self._tokenizer, self._control)
                 except ValueError as error:
                     raise InvalidRequest("chat", f"holds a control token, and {error}") from error
             return self._guard

@@ -33,8 +33,11 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[s
 class ControlTokenGuard:
     """Masks typed control tokens, and encodes a text in which they were masked. Safe from any thread."""
 
-    def __init__(self, backend: Tokenizer, tokens: Iterable[str]) -> None:
-        """Builds the renamed copy. Raises `ValueError` where the copy would not give the same ids."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> None:
+        """Builds the renamed copy. Raises `ValueError` where there can be none that gives the same ids."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("the tokenizer cannot be told to take it as text")
         self._tokens = tuple(tokens)
         self._names = _Names(self._tokens)
         self._masks = _Names(self._tokens)

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from mini_infer.engines.api import ModelInfo
+from mini_infer.engines.api import ChatMessage, ModelInfo
 from mini_infer.engines.config import DEFAULT_MODEL, EngineConfig
 from mini_infer.engines.default_model import load_default
 from mini_infer.engines.devices import resolve_device
-from mini_infer.engines.errors import LoadError
+from mini_infer.engines.errors import InvalidRequest, LoadError, StreamFailed
 from mini_infer.engines.generation_defaults import context_length, default_sampling, eos_token_ids
 from mini_infer.engines.model_source import find_source
 from mini_infer.engines.pretrained import load_pretrained, num_embedding_rows, wanted_dtype
@@ -102,14 +102,11 @@ def _finish(
     )
     # `generate` fills what it is not told from here: a file's max_length or penalty would win over our own defaults.
     model.generation_config = GenerationConfig()
+    text = PromptPreparer(tokenizer=tokenizer, info=info)
+    if config.chat_template is not None:
+        _try_template(config.chat_template, text)
     _log_loaded(info, model, device)
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        text=PromptPreparer(tokenizer=tokenizer, info=info),
-        eos_token_ids=eos,
-        device=device,
-    )
+    return LoadedModel(model=model, tokenizer=tokenizer, text=text, eos_token_ids=eos, device=device)
 
 
 def _log_loaded(info: ModelInfo, model: PreTrainedModel, device: torch.device) -> None:
@@ -132,6 +129,16 @@ def _read_template(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"chat_template {path} cannot be read: {error}") from error
+
+
+def _try_template(path: str, text: PromptPreparer) -> None:
+    """A template that breaks on the simplest conversation is told at start; one may refuse it for its own reasons."""
+    try:
+        text.tokenize((ChatMessage("user", "Hello"),))
+    except StreamFailed as error:
+        raise LoadError(f"chat_template {path}: {error}") from error
+    except InvalidRequest:
+        pass
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import secrets
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -35,8 +36,8 @@ class PromptPreparer:
 
     def __init__(self, *, tokenizer: PreTrainedTokenizerBase, info: ModelInfo) -> None:
         self._info = info
-        self._chat = ChatEncoder(tokenizer)
         self._tokenizer = tokenizer
+        self._chat = ChatEncoder(tokenizer, partial(self._encode, add_special_tokens=False))
         self._backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         self._lock = threading.Lock()  # for tokenizers without a Rust form
         if self._backend is not None:
@@ -103,12 +104,12 @@ class PromptPreparer:
         self._check_ids(field, ids)
         return field, ids
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        """Ids of a plain text, with the tokens that the tokenizer adds; control tokens in it are control tokens."""
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Ids of a text; control tokens written in it are control tokens."""
         if self._backend is not None:
-            return tuple(self._backend.encode(text).ids)
+            return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         with self._lock:
-            return tuple(self._tokenizer.encode(text))
+            return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_ids(self, field: str, ids: Iterable[int]) -> None:
         size = self._info.vocab_size
