@@ -98,6 +98,12 @@ async def read(stream: Stream) -> list[Started | Delta | Finished]:
             return [event async for event in stream]
 
 
+async def rest(stream: Stream) -> list[Started | Delta | Finished]:
+    """Serves a prepared stream to its end."""
+    async with asyncio.timeout(PATIENCE_S), stream:
+        return [event async for event in stream]
+
+
 async def ending(stream: Stream) -> FinishReason | type[MiniInferError]:
     """How a stream ended: the reason of its one `Finished`, or the type of what it raised."""
     try:
@@ -147,6 +153,7 @@ class ManualEngine:
         self.text = text or ScriptedText()
         self.state = EngineState.LOADING
         self.held: dict[str, PreparedRequest] = {}
+        self.forgotten: list[str] = []
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
         self.peak_running = 0
@@ -178,6 +185,7 @@ class ManualEngine:
     def close(self) -> None:
         for key in list(self.held):
             self.fail(key, EngineFailed("it is closed"))
+        self.emit(*(Failed(key, EngineFailed("it is closed"), StreamTimes()) for key in self.forgotten))
 
     # --- by hand ---
 
@@ -205,10 +213,11 @@ class ManualEngine:
         self.emit(Failed(key, error, StreamTimes()))
 
     def die(self, *, loudly: bool = True) -> None:
-        """Becomes FAILED and fails what it holds, or, not loudly, leaves that to others."""
+        """Becomes FAILED and fails what it holds, or, not loudly, forgets that until it is closed."""
         error = LoadError("no such file") if self.state is EngineState.LOADING else EngineFailed("it died")
         ends: Iterable[Event] = [Failed(key, error, StreamTimes()) for key in self.held] if loudly else []
         self.state = EngineState.FAILED
+        self.forgotten += [] if loudly else self.held
         self.held.clear()
         self.emit(StateChanged(self.engine_id, EngineState.FAILED, error), *ends)
 

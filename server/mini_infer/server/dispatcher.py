@@ -69,7 +69,7 @@ class Dispatcher:
         await self._settled.wait()
         if self._closed is not None:
             raise _stopping()
-        failures = [f"{slots.engine_id}: {slots.failure}" for _, slots in self._all_slots() if slots.failure]
+        failures = [f"{slots.engine_id}: {slots.failure.message}" for _, slots in self._all_slots() if slots.failure]
         if failures:
             raise LoadError("; ".join(failures))
 
@@ -185,8 +185,8 @@ class Dispatcher:
     ) -> None:
         if not queue.change(slots, state, failure):
             return
-        if state is EngineState.FAILED:
-            _log.error("engine %s failed: %s", slots.engine_id, failure)
+        if slots.failure is not None:
+            _log.error("engine %s failed: %s", slots.engine_id, slots.failure.message)
         else:
             _log.info("engine %s is %s", slots.engine_id, state)
         if all(other.state in (EngineState.READY, EngineState.FAILED) for _, other in self._all_slots()):

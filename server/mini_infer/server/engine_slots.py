@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from mini_infer.engines.api import Engine, EngineState, TextModel
-from mini_infer.engines.errors import MiniInferError
+from mini_infer.engines.errors import EngineFailed, MiniInferError
 from mini_infer.server.call import PlacementReason, ServedBy
 from mini_infer.server.policy import Load
 from mini_infer.server.stream import Stream
@@ -43,7 +43,9 @@ class EngineSlots:
         """Notes a new state; False where nothing changed. FAILED is for good."""
         if self.state in (state, EngineState.FAILED):
             return False
-        self.state, self.failure = state, failure
+        if state is EngineState.FAILED:
+            self.failure = failure or EngineFailed(f"engine {self.engine_id} failed and did not say why")
+        self.state = state
         if state is EngineState.READY:
             self.text = self.engine.text
         return True

@@ -217,7 +217,7 @@ class ModelQueue:
             devices=slots.engine.devices,
             model=self.config.model,
             state=slots.state,
-            failure=str(slots.failure or ""),
+            failure=slots.failure.message if slots.failure else "",
             stats=slots.engine.stats(),
             num_running=len(slots.assigned),
             num_waiting=len(self.waiting),
