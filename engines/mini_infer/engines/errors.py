@@ -30,6 +30,9 @@ class MiniInferError(Exception):
         super().__init__(message)
         self.message = message
 
+    def __str__(self) -> str:
+        return self.message  # args, which pickling needs, may hold more
+
 
 class InvalidRequest(MiniInferError):
     """A field of the request is wrong. ``field`` is its path in GenerateRequest, as in ``sampling.top_p``."""
