@@ -49,6 +49,10 @@ CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits for a step to end before it fails the streams itself and leaves the thread behind."""
 
 
+class EmitFailed(Exception):
+    """Events were not taken. Whoever emits cannot go on: nobody would hear of it."""
+
+
 class OwnedEngine(ABC):
     """An `api.Engine` on one owner thread; subclasses say how to load, warm up and step.
 
@@ -90,8 +94,8 @@ class OwnedEngine(ABC):
         """Admits what waits and there is room for, and makes the next token of all that run."""
 
     @abstractmethod
-    def _abandon(self, error: MiniInferError) -> Sequence[StreamEvent]:
-        """Lets go of the running streams. Returns their last events; those that it cannot give are made up for."""
+    def _abandon(self, error: MiniInferError) -> None:
+        """Lets go of the running streams and posts their last events; those that it cannot give are made up for."""
 
     def _unload(self) -> None:  # noqa: B027  # some have nothing to free
         """Frees the device."""
@@ -254,7 +258,7 @@ class OwnedEngine(ABC):
         except LoadError:
             raise
         except Exception as error:
-            raise LoadError(f"engine {self._engine_id} did not come up: {_first_line(error)}") from error
+            raise LoadError(f"engine {self._engine_id} did not come up: {first_line(error)}") from error
         with self._inbox:
             self._taking = not self._closing.is_set()
         self._change_state(EngineState.READY)
@@ -322,10 +326,10 @@ class OwnedEngine(ABC):
             return
         try:
             self._emit(events)
-        except BaseException:
+        except BaseException as error:
             with self._inbox:  # nobody heard of these ends: the streams are still owed one
                 self._held.update(e.key for e in events if isinstance(e, Finished | Failed))
-            raise
+            raise EmitFailed(first_line(error)) from error
 
     def _end(self, state: EngineState, error: MiniInferError) -> None:
         """Leaves service: tells so, then fails every stream that it holds."""
@@ -335,19 +339,18 @@ class OwnedEngine(ABC):
             self._error = error if state is EngineState.FAILED else None
             self._waiting.clear()
         stream_error = EngineFailed(error.message) if isinstance(error, LoadError) else error
-        events: list[Event] = [*self._outbox, StateChanged(self._engine_id, state, self._error)]
-        self._outbox = []
+        self._post(StateChanged(self._engine_id, state, self._error))
         try:
-            events.extend(self._abandon(stream_error))
+            self._abandon(stream_error)
         except Exception:  # noqa: BLE001  # the edge: it is logged, and the streams get their ends
             _log.exception("engine %s: running streams could not be let go in order", self._engine_id)
-        events.extend(self._rest(stream_error))
+        events, self._outbox = [*self._outbox, *self._rest(stream_error)], []
         self._try_emit(self._through_ledger(events))
 
     def _as_failure(self, error: BaseException) -> MiniInferError:
         if isinstance(error, LoadError | EngineFailed):
             return error
-        return EngineFailed(f"engine {self._engine_id} failed: {_first_line(error)}")
+        return EngineFailed(f"engine {self._engine_id} failed: {first_line(error)}")
 
 
 def unstarted_end(request: PreparedRequest, why: FinishReason | MiniInferError) -> StreamEvent:
@@ -357,7 +360,8 @@ def unstarted_end(request: PreparedRequest, why: FinishReason | MiniInferError) 
     return Finished(request.key, why, Usage(len(request.prompt_ids), 0), StreamTimes(), seed=request.sampling.seed)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

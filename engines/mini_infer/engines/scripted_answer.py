@@ -88,7 +88,7 @@ class Answer:
 
     def _end_of(self, token_id: int) -> tuple[FinishReason | None, int | None]:
         stop = self.request.stop
-        if self.num_tokens > stop.min_new_tokens:
+        if self.num_tokens >= stop.min_new_tokens:
             if token_id in self.request.eos_token_ids:
                 return FinishReason.EOS, token_id
             if token_id in stop.token_ids:
@@ -105,7 +105,7 @@ class Answer:
         text = self._utf8.decode(piece, final)
         if self._stops is None:
             return text, None
-        text = self._stops.feed(text, counts=self.num_tokens > self.request.stop.min_new_tokens)
+        text = self._stops.feed(text, counts=self.num_tokens >= self.request.stop.min_new_tokens)
         if final and self._stops.matched is None:
             text += self._stops.flush()
         return text, self._stops.matched

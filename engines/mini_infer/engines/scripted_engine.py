@@ -144,9 +144,9 @@ class ScriptedEngine(OwnedEngine):
         deadlines = (stream.answer.request.deadline_ns for stream in self._streams.values())
         return min((at_ns for at_ns in deadlines if at_ns is not None), default=None)
 
-    def _abandon(self, error: MiniInferError) -> Sequence[StreamEvent]:
-        streams, self._streams = self._streams, {}
-        return [event for stream in streams.values() for event in stream.answer.fail(error)]
+    def _abandon(self, error: MiniInferError) -> None:
+        for stream in list(self._streams.values()):
+            self._leave(stream, stream.answer.fail(error))
 
     def _admit(self, requests: Sequence[PreparedRequest]) -> None:
         admitted = [_Stream(Answer(request, self._scripted_text), self._script_for(request)) for request in requests]

@@ -1,0 +1,244 @@
+"""Any causal model of Hugging Face through its own ``model.generate``, one stream at a time. Knows no server.
+
+`generate` keeps the loop, the cache and the model's peculiarities. Ours are the choice of the token (a logits
+processor), its way to the reader (a streamer) and the end (a stopping criterion). Decoding is greedy as far as
+`generate` knows: the processor leaves it one token to take.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from mini_infer.engines.api import (
+    EngineKind,
+    FinishReason,
+    OutputOptions,
+    PreparedRequest,
+    Started,
+    StopConditions,
+    TextModel,
+    TokenLogprob,
+    TopLogprob,
+)
+from mini_infer.engines.config import EngineConfig
+from mini_infer.engines.devices import canonical_label, resolve_device
+from mini_infer.engines.errors import EngineFailed, LoadError, MiniInferError, OutOfMemory, StreamFailed
+from mini_infer.engines.generation_defaults import BUILT_IN_SAMPLING
+from mini_infer.engines.model import LoadedModel, load_model
+from mini_infer.engines.owner import EmitFailed, OwnedEngine, first_line, unstarted_end
+from mini_infer.engines.sampler import Choice, Sampler
+from mini_infer.engines.streamer import TokenStreamer
+from mini_infer.engines.token_bytes import TokenTable
+
+_log = logging.getLogger(__name__)
+
+HandOver = Callable[[Choice], bool]
+"""Takes a chosen token; says whether it was the last."""
+
+
+class GenerateEngine(OwnedEngine):
+    """Serves one model on one device. ``load`` builds it, on the owner thread."""
+
+    def __init__(
+        self, config: EngineConfig, engine_id: str, *, load: Callable[[EngineConfig], LoadedModel] = load_model
+    ) -> None:
+        super().__init__(engine_id, EngineKind.GENERATE, (canonical_label(config.device),), max_running=1)
+        self._config = config
+        self._load_model = load
+        self._loaded: LoadedModel | None = None
+        self._streamer: TokenStreamer | None = None  # of the stream that runs
+
+    def _load(self) -> TextModel:
+        device = resolve_device(self._config.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # this thread's current device, which kernels and caches go by
+        loaded = self._load_model(self._config)
+        if loaded.model.config.is_encoder_decoder or not loaded.model.can_generate():
+            raise LoadError(f"{self._config.model} is no causal language model: {type(loaded.model).__name__}")
+        self._loaded = loaded
+        return loaded.text
+
+    def _warm_up(self) -> None:
+        """Two real tokens: one prefill and one step."""
+        request = PreparedRequest(
+            key="",
+            prompt_ids=(0,),
+            sampling=BUILT_IN_SAMPLING,
+            stop=StopConditions(max_new_tokens=2),
+            eos_token_ids=frozenset(),
+            limit_reason=FinishReason.MAX_NEW_TOKENS,
+            output=OutputOptions(),
+        )
+        _generate(self._model, request, lambda _: False)
+
+    def _unload(self) -> None:
+        self._loaded = self._streamer = None
+
+    def _abandon(self, error: MiniInferError) -> None:
+        if self._streamer is not None:
+            self._streamer.fail(error)
+
+    @property
+    def _model(self) -> LoadedModel:
+        assert self._loaded is not None, "the model is loaded before anything runs"
+        return self._loaded
+
+    def _step(self) -> None:
+        for request in self._take():
+            if (why := self._interruption(request)) is not None:
+                self._post(unstarted_end(request, why))
+            else:
+                self._serve(request)
+
+    def _serve(self, request: PreparedRequest) -> None:
+        """Runs one stream from its first token to its end."""
+        streamer = TokenStreamer(self._model.tokenizer, request=request, sink=self._post)
+        self._streamer = streamer
+        streamer.admitted_ns = time.monotonic_ns()
+        self._post(Started(request.key, streamer.admitted_ns))
+        self._flush()
+        error = self._try_generate(request, streamer)
+        if isinstance(error, EngineFailed):
+            self._prove_alive()
+        if error is not None:
+            streamer.fail(error)
+        self._streamer = None
+        self._flush()
+
+    def _prove_alive(self) -> None:
+        """One real generation after a broken step; what it raises ends the engine.
+
+        The broken stream keeps its slot until then, so that nobody is sent here in vain.
+        """
+        self._warm_up()
+        _log.info("engine %s works again", self.engine_id)
+
+    def _try_generate(self, request: PreparedRequest, streamer: TokenStreamer) -> MiniInferError | None:
+        """Runs `generate`. What it raised is gone on return, and with it the frames that held the stream's cache."""
+        table = TokenTable(self._model.tokenizer, skip_special_tokens=request.output.skip_special_tokens)
+
+        def hand_over(choice: Choice) -> bool:
+            why = self._interruption(request)
+            if why is None:
+                streamer.push(choice.token_id, _logprob(table, choice))
+            elif isinstance(why, FinishReason):
+                streamer.finish(why)
+            else:
+                streamer.fail(why)
+            self._end_step(num_tokens=why is None)
+            return streamer.finished
+
+        try:
+            _generate(self._model, request, hand_over)
+        except EmitFailed:
+            raise
+        except StreamFailed as error:
+            return type(error)(error.message)
+        except Exception as error:  # noqa: BLE001  # a model's code raises anything; it is logged and passed on
+            if is_out_of_memory(error):
+                return OutOfMemory(f"the device has no memory left for this stream: {first_line(error)}")
+            _log.exception("engine %s: stream %s broke a step", self.engine_id, request.key)
+            return EngineFailed(f"engine {self.engine_id} failed in a step: {first_line(error)}")
+        streamer.end()
+        return None
+
+
+def _generate(loaded: LoadedModel, request: PreparedRequest, hand_over: HandOver) -> None:
+    """One call of ``model.generate``, told everything, so that nothing is taken from the model's files."""
+    step = _Step(request, loaded.device, hand_over)
+    input_ids = torch.tensor([request.prompt_ids], device=loaded.device)  # [1, num_prompt_tokens]
+    model: Any = loaded.model
+    config = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=request.stop.max_new_tokens, use_cache=True)
+    with torch.inference_mode():
+        model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=config,
+            logits_processor=LogitsProcessorList([_Choose(step)]),
+            stopping_criteria=StoppingCriteriaList([_Stop(step)]),
+            streamer=_Feed(step),
+        )
+
+
+class _Step:
+    """What `generate`'s three hooks share: the token chosen in this step, and whether it was the last.
+
+    Which of the other two hooks comes first differs between versions of transformers. The first one hands the token
+    over, so that the end is known in the same step and no forward pass is run for nothing.
+    """
+
+    def __init__(self, request: PreparedRequest, device: torch.device, hand_over: HandOver) -> None:
+        self._sampler = Sampler(request, device)
+        self._hand_over = hand_over
+        self._choice: Choice | None = None
+        self._is_done = False
+
+    def choose(self, input_ids: Tensor, logits: Tensor) -> int:
+        """The token of this step."""
+        self._choice = self._sampler.choose(input_ids, logits)
+        return self._choice.token_id
+
+    def settle(self) -> bool:
+        """Hands the token over, unless that was done. Returns whether the stream has ended."""
+        choice, self._choice = self._choice, None
+        if choice is not None:
+            self._is_done = self._hand_over(choice)
+        return self._is_done
+
+
+class _Choose(LogitsProcessor):
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:  # both [1, ...]
+        token_id = self._step.choose(input_ids, scores)
+        only = torch.full_like(scores, float("-inf"))
+        only[0, token_id] = 0.0
+        return only
+
+
+class _Stop(StoppingCriteria):
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:  # noqa: ARG002  # generate's signature
+        return torch.tensor([self._step.settle()], device=input_ids.device)
+
+
+class _Feed(BaseStreamer):
+    """The way from `generate` to a `TokenStreamer`: as its `put`, but with the log-probability at hand."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    def put(self, value: Any) -> None:  # noqa: ARG002  # the prompt, then tokens that the step knows already
+        self._step.settle()
+
+    def end(self) -> None:
+        """The engine ends the streamer, also where `generate` never comes here."""
+
+
+def _logprob(table: TokenTable, choice: Choice) -> TokenLogprob | None:
+    if choice.logprob is None:
+        return None
+    top = tuple(TopLogprob(token_id, table.token_bytes(token_id), logprob) for token_id, logprob in choice.top)
+    return TokenLogprob(choice.token_id, table.token_bytes(choice.token_id), choice.logprob, top)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on any device: torch's CPU allocator has no class of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
