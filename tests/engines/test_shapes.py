@@ -57,7 +57,7 @@ def test_layout_is_the_published_one(
 
 
 def test_unknown_shape_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(LoadError, match="'huge'.*tiny, qwen2.5-0.5b"):
+    with pytest.raises(LoadError, match=r"'huge'.*tiny, qwen2\.5-0\.5b"):
         shape_config("huge")
     assert all(shape_config(name).vocab_size >= MIN_VOCAB_SIZE for name in SHAPES)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.tokenizers import CHAT_TEMPLATE, byte_level
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -32,7 +33,6 @@ from transformers import (
 )
 
 from mini_infer.engines.shapes import randomise_weights
-from support.tokenizers import CHAT_TEMPLATE, byte_level
 
 VOCAB_SIZE = 384
 CONTEXT = 128

@@ -11,6 +11,10 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
+
+from transformers import CONFIG_MAPPING
+from transformers.quantizers import AutoHfQuantizer
 
 from mini_infer.engines.errors import LoadError
 
@@ -28,8 +32,7 @@ def check_checkpoint(folder: Path, *, on_cpu: bool, trust_remote_code: bool) -> 
         read_json(path)
     config = _read_config(folder)
     _check_code(folder, config, trust_remote_code)
-    if on_cpu:
-        _check_quantization(folder, config)
+    _check_quantization(folder, config, on_cpu)
     _check_tokenizer(folder)
     _check_weights(folder)
 
@@ -75,17 +78,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_code(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         raise LoadError(f"{folder} needs Python code of its own to run, and trust_remote_code is off")
 
 
-def _check_quantization(folder: Path, config: dict[str, Any]) -> None:
+def _check_quantization(folder: Path, config: dict[str, Any], on_cpu: bool) -> None:
     quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    method = str((quantization or {}).get("quant_method", "")).lower()
-    if method in _NEEDS_GPU:
+    if not quantization:
+        return
+    method = str(quantization.get("quant_method", "")).lower()
+    if on_cpu and method in _NEEDS_GPU:
         raise LoadError(f"{folder} holds weights quantised with {method}, which need a GPU, and the device is a CPU")
+    if not AutoHfQuantizer.supports_quant_method(quantization):  # transformers would read them as plain numbers
+        raise LoadError(f"{folder} holds weights quantised with {method!r}, which transformers does not know")
 
 
 def _check_tokenizer(folder: Path) -> None:
@@ -104,9 +109,13 @@ def _check_weights(folder: Path) -> None:
     elif (folder / _SAFETENSORS_INDEX).is_file():
         _check_shards(folder, _SAFETENSORS_INDEX)
     elif (folder / _TORCH_INDEX).is_file():
-        weight_map = _weight_map(folder / _TORCH_INDEX)
-        _check_present(folder, _TORCH_INDEX, weight_map.values())
-    elif not (folder / "pytorch_model.bin").is_file():
+        shards = set(_weight_map(folder / _TORCH_INDEX).values())
+        _check_present(folder, _TORCH_INDEX, shards)
+        for shard in shards:
+            _check_torch_file(folder / shard)
+    elif (folder / "pytorch_model.bin").is_file():
+        _check_torch_file(folder / "pytorch_model.bin")
+    else:
         raise LoadError(f"{folder} has no weights: neither model.safetensors, {_SAFETENSORS_INDEX} nor .bin files")
 
 
@@ -119,6 +128,16 @@ def _check_shards(folder: Path, index: str) -> None:
         raise LoadError(f"{folder / index} says that {weight_map[stale[0]]} holds {stale[0]}, which it does not")
 
 
+def _check_torch_file(path: Path) -> None:
+    """Files of `torch.save` are zip archives, whose directory is at the end; older ones cannot be checked cheaply."""
+    try:
+        with path.open("rb") as file:
+            if file.read(2) == b"PK":
+                ZipFile(file).close()
+    except (OSError, BadZipFile) as error:
+        raise LoadError(f"{path} is damaged or incomplete: {error}") from error
+
+
 def _check_present(folder: Path, index: str, shards: Iterable[str]) -> None:
     missing = sorted({shard for shard in shards if not (folder / shard).is_file()})
     if missing:
@@ -126,7 +145,8 @@ def _check_present(folder: Path, index: str, shards: Iterable[str]) -> None:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    weight_map = read_json(path).get("weight_map")
+    index = read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise LoadError(f"{path} has no weight_map")
     return weight_map

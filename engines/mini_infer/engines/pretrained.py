@@ -48,6 +48,7 @@ def load_pretrained(
         dtype=dtype or "auto",
         device_map=None if device.type == "cpu" else {"": device},
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that they are told by name, and refused below
         **options,
     )
     model, report = loaded  # a pair because of output_loading_info
