@@ -15,7 +15,6 @@ from mini_infer.engines.errors import (
     DeadlineExceeded,
     Draining,
     EngineFailed,
-    MiniInferError,
     NoReadyEngine,
     OutOfMemory,
     Overloaded,
@@ -103,6 +102,7 @@ class Storm:
         except (Overloaded, NoReadyEngine, DeadlineExceeded):
             return
         self.readers[stream.key] = asyncio.create_task(ending(stream))
+        self.readers[stream.key].add_done_callback(lambda _: stream.close())  # a task can end before it begins
 
     def cancel(self, dispatcher: Dispatcher) -> None:
         known = [*self.readers, "x", "y", "nothing"]
@@ -166,8 +166,9 @@ async def test_engines_on_their_own_threads(seed: int) -> None:
             try:
                 stream = dispatcher.enter(make_call(deadline_s=rng.choice([None, None, 0.002, 60.0])))
                 readers.append(asyncio.create_task(ending(stream)))
-            except MiniInferError as error:
-                assert isinstance(error, Overloaded)  # noqa: PT017
+                readers[-1].add_done_callback(lambda _, stream=stream: stream.close())
+            except (Overloaded, DeadlineExceeded):
+                pass
             if rng.random() < 0.2:
                 rng.choice(readers).cancel()
             if rng.random() < 0.2 and dispatcher._live:

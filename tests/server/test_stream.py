@@ -140,6 +140,16 @@ async def test_timing_grows_with_the_events_and_is_the_engines_at_the_end() -> N
     assert timing.total is not None
 
 
+async def test_an_end_without_stamps_does_not_untell_what_was_told() -> None:
+    stream, _ = make_stream()
+    stream.push(Started("k", 30))
+    stream.push(Delta("k", "a", (1,), 1, 60, first_token_ns=60))
+    stream.push(Failed("k", EngineFailed("gone"), StreamTimes()))
+    assert stream.timing.times == StreamTimes(
+        admitted_ns=30, first_token_ns=60, first_text_ns=60, last_token_ns=60, num_tokens=1
+    )
+
+
 async def test_leaving_the_context_early_ends_the_stream_at_its_host_once() -> None:
     stream, desk = make_stream()
     async with stream:

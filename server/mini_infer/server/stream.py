@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -56,10 +57,7 @@ class Stream:
         self._changed = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._tokenized_ns: int | None = None
-        self._admitted_ns: int | None = None
-        self._first_token_ns: int | None = None
-        self._first_text_ns: int | None = None
-        self._last_token_ns: int | None = None
+        self._times = StreamTimes()
         self._ended_ns: int | None = None
 
     # --- what the reader does -------------------------------------------------------------------------------------
@@ -110,7 +108,7 @@ class Stream:
         return Timing(
             arrival_ns=self.call.arrival_ns,
             tokenized_ns=self._tokenized_ns,
-            times=self._final.times if self._final else self._times(),
+            times=self._times,
             ended_ns=self._ended_ns,
         )
 
@@ -132,7 +130,7 @@ class Stream:
             return
         match event:
             case Started():
-                self._admitted_ns = event.at_ns
+                self._times = replace(self._times, admitted_ns=event.at_ns)
             case Delta():
                 self._note(event)
             case Finished() | Failed():
@@ -141,20 +139,20 @@ class Stream:
         self._changed.set()
 
     def set_timer(self, at_ns: int | None, then: Callable[[], None]) -> None:
-        """Calls `then` at an instant unless the stream ends before; replaces the timer before it."""
-        if self._timer is not None:
-            self._timer.cancel()
-        delay_s = None if at_ns is None else (at_ns - time.monotonic_ns()) / 1e9
-        self._timer = None if delay_s is None else asyncio.get_running_loop().call_later(delay_s, then)
+        """Calls `then` at an instant unless the stream ends before; replaces the timer before it. None is never."""
+        self._drop_timer()
+        if at_ns is not None:
+            delay_s = (at_ns - time.monotonic_ns()) / 1e9
+            self._timer = asyncio.get_running_loop().call_later(delay_s, then)
 
     def cancelled(self) -> Finished:
         """The final event of a stream that is cancelled now."""
         prompt_tokens = len(self.prepared.prompt_ids) if self.prepared else 0
-        return Finished(self.key, FinishReason.CANCELLED, Usage(prompt_tokens, self.num_tokens), self._times())
+        return Finished(self.key, FinishReason.CANCELLED, Usage(prompt_tokens, self.num_tokens), self._times)
 
     def failed(self, error: MiniInferError) -> Failed:
         """The final event of a stream that is failed now."""
-        return Failed(self.key, error, self._times())
+        return Failed(self.key, error, self._times)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -164,29 +162,40 @@ class Stream:
 
     def _note(self, delta: Delta) -> None:
         self.num_tokens = delta.cumulative_tokens
-        self._last_token_ns = delta.at_ns
-        if delta.first_token_ns is not None:
-            self._first_token_ns = delta.first_token_ns
-        if self._first_text_ns is None and delta.text:
-            self._first_text_ns = delta.at_ns
+        seen = self._times
+        self._times = StreamTimes(
+            admitted_ns=seen.admitted_ns,
+            first_token_ns=_known(seen.first_token_ns, delta.first_token_ns),
+            first_text_ns=_known(seen.first_text_ns, delta.at_ns if delta.text else None),
+            last_token_ns=delta.at_ns,
+            num_tokens=delta.cumulative_tokens,
+        )
 
     def _finish(self, final: Finished | Failed) -> None:
         self._final = final
         self._ended_ns = time.monotonic_ns()
         if isinstance(final, Finished):
             self.num_tokens = final.usage.completion_tokens
+        # An engine that dies may have lost its stamps; what has been told must not be untold.
+        told, seen = final.times, self._times
+        self._times = StreamTimes(
+            admitted_ns=_known(told.admitted_ns, seen.admitted_ns),
+            first_token_ns=_known(told.first_token_ns, seen.first_token_ns),
+            first_text_ns=_known(told.first_text_ns, seen.first_text_ns),
+            last_token_ns=_known(told.last_token_ns, seen.last_token_ns),
+            max_gap_ns=told.max_gap_ns,
+            num_tokens=max(told.num_tokens, seen.num_tokens),
+        )
+        self._drop_timer()
+
+    def _drop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _times(self) -> StreamTimes:
-        return StreamTimes(
-            admitted_ns=self._admitted_ns,
-            first_token_ns=self._first_token_ns,
-            first_text_ns=self._first_text_ns,
-            last_token_ns=self._last_token_ns,
-            num_tokens=self.num_tokens,
-        )
+
+def _known(best_ns: int | None, else_ns: int | None) -> int | None:
+    return else_ns if best_ns is None else best_ns
 
 
 def _fresh(error: MiniInferError) -> MiniInferError:
