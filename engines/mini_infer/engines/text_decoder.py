@@ -88,39 +88,46 @@ class _SentencePieceText:
     def __init__(self, table: TokenTable, strip_left: int) -> None:
         self._pieces = _Pieces(table)
         self._strip_left = strip_left
-        self._end_run()
+        self._begin_text()
+
+    def _begin_text(self) -> None:
+        self._in_run = False
+        self._is_broken = False
+        self._held = b""  # bytes of the run
+        self._max_held = MAX_HELD_RUN_BYTES
 
     def _end_run(self) -> str:
         """The held rest of the run: all whole, or all replaced."""
-        run: bytes = getattr(self, "_run", b"")
-        self._run, self._is_broken, self._max_held = b"", False, MAX_HELD_RUN_BYTES
+        held = self._held
+        self._begin_text()
         try:
-            return run.decode()
+            return held.decode()
         except UnicodeDecodeError:
-            return REPLACEMENT * len(run)
+            return REPLACEMENT * len(held)
 
     def step(self, token_id: int) -> str:
         piece = self._pieces[token_id]
         if piece is None:
             return ""
         if isinstance(piece, bytes):
-            text = self._step_run(piece)
-        else:
-            text = self._end_run() + piece if self._run or self._is_broken else piece
-        return self._strip(text) if self._strip_left else text
+            piece = self._step_run(piece)
+        elif self._in_run:
+            piece = self._end_run() + piece
+        return self._strip(piece) if self._strip_left else piece
 
     def _step_run(self, byte: bytes) -> str:
         if self._is_broken:
             return REPLACEMENT
-        self._run += byte
+        self._in_run = True
+        self._held += byte
         try:
-            text, num_used = utf_8_decode(self._run, "strict", False)
+            text, num_used = utf_8_decode(self._held, "strict", False)
         except UnicodeDecodeError:
-            num_broken, self._run, self._is_broken = len(self._run), b"", True
+            num_broken, self._held, self._is_broken = len(self._held), b"", True
             return REPLACEMENT * num_broken
         if num_used <= self._max_held:
             return ""
-        self._run, self._max_held = self._run[num_used:], 0  # trusted from here on
+        self._held, self._max_held = self._held[num_used:], 0  # trusted from here on
         return text
 
     def flush(self) -> str:
