@@ -107,7 +107,7 @@ FILE_DAMAGE: dict[str, tuple[Damage, str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
     "key missing": (
         lambda f: rewrite(f / "model.safetensors", drop_first),
-        "lacks weights that the model needs: lm_head",
+        "lacks weights that the model needs",
     ),
     "key renamed": (
         lambda f: rewrite(
@@ -137,7 +137,7 @@ FILE_DAMAGE: dict[str, tuple[Damage, str]] = {
         "generation_config.json cannot be read as JSON",
     ),
     "weights that are no weights": (
-        lambda f: (f / "model.safetensors").write_bytes(b"<html>not found</html>"),
+        lambda f: (f / "model.safetensors").write_bytes(b"<html></html>"),
         "damaged",
     ),
     "a pointer of git-lfs": (

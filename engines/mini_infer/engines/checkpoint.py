@@ -14,7 +14,7 @@ from typing import Any
 from zipfile import BadZipFile, ZipFile
 
 from transformers import CONFIG_MAPPING
-from transformers.quantizers import AutoHfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from mini_infer.engines.errors import LoadError
 

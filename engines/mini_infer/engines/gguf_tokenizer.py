@@ -40,7 +40,9 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         raise LoadError(f"{path} has a tokenizer of type {kind!r}, which cannot be rebuilt exactly: {_ADVICE}")
     tokens: list[str] = fields["tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", [])]
-    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    types = fields["token_type"]
+    # Unused ids fill a vocabulary up to a round number; the source's tokenizer does not know them.
+    vocab = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] != TokenType.UNUSED}
     # Llama 3 takes a word that is in the vocabulary whole, whatever the merges say.
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=_REGEX.get(split) == _LLAMA3_SPLIT))
     backend.pre_tokenizer = _pre_tokenizer(path, split)
@@ -48,7 +50,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     for special, kind_of_token in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
-        added = [token for token, kind in zip(tokens, fields["token_type"], strict=True) if kind == kind_of_token]
+        added = [token for token, kind in zip(tokens, types, strict=True) if kind == kind_of_token]
         backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
     if fields.get("add_bos_token") and "bos_token_id" in fields:
         bos = tokens[fields["bos_token_id"]]
