@@ -81,13 +81,16 @@ def pass_lines(source: IO[str] | None, lines: queue.Queue[str | None]) -> None:
 def ask(address: str) -> None:
     """Stream one answer from the server at ``address`` to the terminal, with the client's summary line under it."""
     print(f'demo: mini-infer generate --chat "{QUESTION}"', flush=True)
-    command = [COMMANDS / "mini-infer", "generate", "--address", address, "--chat", QUESTION]
+    command = [str(COMMANDS / "mini-infer"), "generate", "--address", address, "--chat", QUESTION]
     try:
-        status = subprocess.run(command, timeout=ANSWER_LIMIT_S, check=False).returncode
+        told = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=ANSWER_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         raise Failed(f"asking the server: no whole answer after {ANSWER_LIMIT_S} s") from None
-    if status != 0:
-        raise Failed(f"asking the server: mini-infer ended with status {status} (its reason stands above)")
+    if not sys.stdout.isatty():
+        print(flush=True)  # the command ends an answer with a line break on a terminal only
+    if told.returncode != 0:
+        raise Failed(f"asking the server: mini-infer ended with status {told.returncode}: {told.stderr.strip()}")
+    print(told.stderr.strip(), flush=True)
 
 
 def stop(server: subprocess.Popen[str]) -> None:

@@ -64,11 +64,11 @@ def test_list_and_describe_show_the_contract(tiny: ServerProcess) -> None:
 def test_stream_starts_flows_and_finishes(tiny: ServerProcess) -> None:
     body = {"prompt": "Hello", "stop": {"max_new_tokens": 8, "ignore_eos": True}}
     first, *deltas, last = answers(tiny, f"{GENERATION}/GenerateStream", body)
-    assert first["started"]["engine"]["engineId"]
-    assert sum(delta["delta"].get("numTokens", 0) for delta in deltas) == 8
+    assert first["started"]["engine"]["engine_id"]
+    assert sum(delta["delta"].get("num_tokens", 0) for delta in deltas) == 8
     assert last["finished"]["reason"] == "FINISH_REASON_MAX_NEW_TOKENS"
-    assert last["finished"]["usage"]["completionTokens"] == 8
-    assert len({message["requestId"] for message in (first, *deltas, last)}) == 1
+    assert last["finished"]["usage"]["completion_tokens"] == 8
+    assert len({message["request_id"] for message in (first, *deltas, last)}) == 1
 
 
 def test_the_same_body_serves_the_unary_call(tiny: ServerProcess) -> None:
@@ -76,7 +76,7 @@ def test_the_same_body_serves_the_unary_call(tiny: ServerProcess) -> None:
     (whole,) = answers(tiny, f"{GENERATION}/Generate", body)
     streamed = answers(tiny, f"{GENERATION}/GenerateStream", body)
     assert whole["text"] == "".join(message["delta"].get("text", "") for message in streamed if "delta" in message)
-    assert whole["finished"]["timing"]["timeToFirstToken"].endswith("s")
+    assert whole["finished"]["timing"]["time_to_first_token"].endswith("s")
 
 
 def test_health_answers_by_name(tiny: ServerProcess) -> None:
