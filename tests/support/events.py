@@ -81,6 +81,8 @@ def up(engine: Engine) -> Recorder:
     """Starts an engine and waits until it is READY."""
     recorder = Recorder()
     engine.start(recorder)
+    recorder.wait_for(lambda: engine.state in (EngineState.READY, EngineState.FAILED))
+    assert engine.state is EngineState.READY, recorder.events()
     recorder.wait_state(EngineState.READY)
     return recorder
 

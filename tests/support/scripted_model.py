@@ -20,9 +20,9 @@ from mini_infer.engines.generation_defaults import BUILT_IN_SAMPLING
 from mini_infer.engines.model import LoadedModel
 from mini_infer.engines.prompt import PromptPreparer
 
-EOS, END_OF_TURN, NO_TEXT = 256, 258, 350
+EOS, END_OF_TURN, NO_TEXT = 256, 258, 600
 """BYTE's end token, its second one, and an id that the model has and the tokenizer does not."""
-VOCAB, CONTEXT = 384, 256
+VOCAB, CONTEXT = 640, 256
 FORCE = 40.0
 WAIT_S = 20.0
 
@@ -57,7 +57,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelScript:
-    """One answer. Steps count from 1, and step 1 is the prefill. After the last id comes EOS, for ever."""
+    """One answer. Steps count from 1, and step 1 is the prefill. After the last id comes the end token, for ever."""
 
     ids: Sequence[int] = ()
     prefill_s: float = 0.0
@@ -73,7 +73,9 @@ class ModelScript:
 class ScriptedLlama(LlamaForCausalLM):
     """Forces ids. ``scripts`` goes by prompt; its key None is for all other prompts."""
 
-    def __init__(self, scripts: Mapping[tuple[int, ...] | None, ModelScript], std: float = 0.5) -> None:
+    def __init__(
+        self, scripts: Mapping[tuple[int, ...] | None, ModelScript], *, std: float = 0.5, eos_id: int = EOS
+    ) -> None:
         super().__init__(
             LlamaConfig(
                 vocab_size=VOCAB,
@@ -90,6 +92,7 @@ class ScriptedLlama(LlamaForCausalLM):
             )
         )
         self.scripts = scripts
+        self._eos_id = eos_id
         self.broken: BaseException | None = None
         self.num_forwards = self.num_prefills = 0
         self._prompt: tuple[int, ...] = ()
@@ -124,7 +127,7 @@ class ScriptedLlama(LlamaForCausalLM):
         if script.raw or script.flat:
             return logits if script.raw else torch.zeros_like(logits)
         forced = torch.tanh(logits)
-        forced[:, script.ids[step - 1] if step <= len(script.ids) else EOS] = FORCE
+        forced[:, script.ids[step - 1] if step <= len(script.ids) else self._eos_id] = FORCE
         return forced
 
 
@@ -164,7 +167,7 @@ def scripted_engine(
     by_prompt = {None: scripts} if isinstance(scripts, ModelScript) else scripts
     ids_of = {tuple(codec.encode(key)) if isinstance(key, str) else key: script for key, script in by_prompt.items()}
     torch.manual_seed(0)
-    model = ScriptedLlama(ids_of, std)
+    model = ScriptedLlama(ids_of, std=std, eos_id=codec.eos_token_id)
 
     def load(config: EngineConfig) -> LoadedModel:
         if load_gate is not None:

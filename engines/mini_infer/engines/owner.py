@@ -241,7 +241,8 @@ class OwnedEngine(ABC):
                 self._flush()
             self._end(EngineState.DRAINING, self._closed())
         except BaseException as error:  # noqa: BLE001  # the edge: whatever it is, nobody must wait for ever
-            _log.exception("engine %s failed", self._engine_id)
+            known = isinstance(error, LoadError)  # its message says it all
+            _log.error("engine %s failed: %s", self._engine_id, error, exc_info=None if known else error)
             self._end(EngineState.FAILED, self._as_failure(error))
         finally:
             try:
@@ -258,6 +259,7 @@ class OwnedEngine(ABC):
         except LoadError:
             raise
         except Exception as error:
+            _log.exception("engine %s did not come up", self._engine_id)
             raise LoadError(f"engine {self._engine_id} did not come up: {first_line(error)}") from error
         with self._inbox:
             self._taking = not self._closing.is_set()
