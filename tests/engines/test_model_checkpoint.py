@@ -41,6 +41,8 @@ def refusal(folder: Path | str, **options: object) -> str:
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 1000
+    # No frame of the failure is kept, and so no half-loaded model.
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)
     return message
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -254,3 +255,10 @@ def test_damaged_files_are_refused_by_name(keep: int, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"rand\.gguf") as caught:
         load(path)
     assert "\n" not in str(caught.value)
+
+
+def test_the_package_that_reads_them_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "rand.gguf", source_of("gpt-2"))
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(LoadError, match="gguf"):
+        load(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 
@@ -9,7 +10,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from mini_infer.engines.api import ChatMessage
-from mini_infer.engines.control_tokens import ControlTokenGuard, control_tokens
+from mini_infer.engines.control_tokens import ControlTokenGuard, ControlTokens
 from mini_infer.engines.errors import InvalidRequest, StreamFailed
 
 _MAX_MESSAGE_CHARS = 500
@@ -23,10 +24,12 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._encode = encode
         self._template = _template_of(tokenizer)
-        self._control = control_tokens(tokenizer, self._template or "")
-        added = tokenizer.added_tokens_decoder.values()
+        self._control = ControlTokens.of(tokenizer, self._template or "")
+        self._typed_by_assistant, self._typed_by_others = map(self._control.pattern, ("assistant", "user"))
         # A control token that is matched after normalizing can be typed in ways that a plain search does not see.
-        self._always_guard = any(token.normalized for token in added if token.content in self._control)
+        control = {*self._control.special, *self._control.written}
+        added = tokenizer.added_tokens_decoder.values()
+        self._always_guard = any(token.normalized for token in added if token.content in control)
         self._guard: ControlTokenGuard | None = None
         self._guard_lock = threading.Lock()
 
@@ -49,11 +52,22 @@ class ChatEncoder:
             raise InvalidRequest("chat", "this model has no chat template: send a prompt instead", "NO_CHAT_TEMPLATE")
         if not messages:
             raise InvalidRequest("chat", "must hold at least one message")
-        if not self._always_guard and not any(_mentions(message, self._control) for message in messages):
+        if not self._always_guard and not any(map(self._mentions_control, messages)):
             return self._encode(self._render(messages))
         guard = self._guard_or_refuse()
-        masked = [ChatMessage(guard.mask(message.role), guard.mask(message.content)) for message in messages]
+        masked = [
+            ChatMessage(
+                guard.mask(message.role, self._typed_by_others), guard.mask(message.content, self._typed_by(message))
+            )
+            for message in messages
+        ]
         return guard.encode(self._render(masked))
+
+    def _mentions_control(self, message: ChatMessage) -> bool:
+        return bool(self._typed_by_others.search(message.role) or self._typed_by(message).search(message.content))
+
+    def _typed_by(self, message: ChatMessage) -> re.Pattern[str]:
+        return self._typed_by_assistant if message.role == "assistant" else self._typed_by_others
 
     def _guard_or_refuse(self) -> ControlTokenGuard:
         """The guard, built on first use because the copy of a large tokenizer takes a second."""
@@ -88,10 +102,6 @@ def _template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return tokenizer.get_chat_template()
     except ValueError:  # several named templates, and none is the default
         return None
-
-
-def _mentions(message: ChatMessage, tokens: Sequence[str]) -> bool:
-    return any(token in message.content or token in message.role for token in tokens)
 
 
 def _one_line(error: Exception) -> str:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -21,53 +22,79 @@ _PRIVATE = 0xF0000  # plane 15, private use: no filter of a template changes suc
 _PRIVATE_INDEX = 0x100000  # plane 16, private use: the index of a control token
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, ...]:
-    """Texts that mean more than they say: special tokens, and added tokens that the template itself writes.
+@dataclass(frozen=True, slots=True)
+class ControlTokens:
+    """Texts that mean more than they say.
 
-    The second kind counts because some models mark the roles with added tokens that are not flagged special.
+    ``written`` are added tokens without the flag "special" that the chat template writes: some models mark the roles
+    with such. A model's answer may hold them too ("<think>"), and templates look for them there, so they stay as they
+    are in what the assistant said.
     """
-    added = tokenizer.added_tokens_decoder.values()
-    return tuple(sorted({token.content for token in added if token.special or token.content in template} - {""}))
+
+    special: tuple[str, ...]
+    written: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, template: str) -> ControlTokens:
+        """Those of a tokenizer and the source of its template."""
+        added = tokenizer.added_tokens_decoder.values()
+        special = {token.content for token in added if token.special}
+        written = {token.content for token in added if token.content in template and _is_markup(token.content)}
+        return cls(tuple(sorted(special - {""})), tuple(sorted(written - special)))
+
+    def pattern(self, role: str) -> re.Pattern[str]:
+        """Finds those that a message of this role must not hold as such."""
+        return _any_of(self.special if role == "assistant" else self.special + self.written)
 
 
 class ControlTokenGuard:
     """Masks typed control tokens, and encodes a text in which they were masked. Safe from any thread."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, tokens: ControlTokens) -> None:
         """Builds the renamed copy. Raises `ValueError` where there can be none that gives the same ids."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError("the tokenizer cannot be told to take it as text")
-        self._tokens = tuple(tokens)
-        self._names = _Names(self._tokens)
-        self._masks = _Names(self._tokens)
+        texts = tokens.special + tokens.written
+        self._typed = _any_of(texts)
+        self._names = _Names(texts)
+        self._masks = _Names(texts)
         self._tokenizer = _renamed(backend, self._names.of)
 
-    def mask(self, text: str) -> str:
-        """A text with its control tokens hidden, to be given to a template."""
-        return self._masks.hide(text)
+    def mask(self, text: str, typed: re.Pattern[str]) -> str:
+        """A text with what ``typed`` finds in it hidden, to be given to a template."""
+        return self._masks.hide(text, typed)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a template's output, in which what was masked is ordinary text."""
-        return tuple(self._tokenizer.encode(self._masks.reveal(self._names.hide(text)), add_special_tokens=False).ids)
+        unmasked = self._masks.reveal(self._names.hide(text, self._typed))
+        return tuple(self._tokenizer.encode(unmasked, add_special_tokens=False).ids)
 
 
 class _Names:
-    """One unguessable name for each token: a prefix drawn per process, and the token's index."""
+    """One unguessable name for each token: a prefix drawn at random, and the token's index."""
 
     def __init__(self, tokens: tuple[str, ...]) -> None:
         prefix = "".join(chr(_PRIVATE + secrets.randbelow(0xFFFE)) for _ in range(8))
         self.of = {token: prefix + chr(_PRIVATE_INDEX + index) for index, token in enumerate(tokens)}
         self._hidden = {name: token for token, name in self.of.items()}
-        # Longest first, as tokenizers match added tokens: leftmost, then longest.
-        self._typed = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
         self._name = re.compile(re.escape(prefix) + ".", re.DOTALL)
 
-    def hide(self, text: str) -> str:
-        return self._typed.sub(lambda match: self.of[match[0]], text)
+    def hide(self, text: str, typed: re.Pattern[str]) -> str:
+        return typed.sub(lambda match: self.of[match[0]], text)
 
     def reveal(self, text: str) -> str:
         return self._name.sub(lambda match: self._hidden[match[0]], text)
+
+
+def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds any of the texts as tokenizers find added tokens: leftmost, then longest."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def _is_markup(text: str) -> bool:
+    """Whether a text looks like a mark and not like a word or a run of spaces, which are added tokens too."""
+    return bool(text.strip()) and not text[0].isalnum() and not text[-1].isalnum()
 
 
 def _renamed(backend: Tokenizer, names: dict[str, str]) -> Tokenizer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gguf import GGUFReader, TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +20,7 @@ _LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # token types, as in gguf.TokenType
 # How each name splits, from the tokenizer.json of a model that llama.cpp's converter gives that name to.
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")
 _REGEX = {
@@ -42,14 +42,14 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
     merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", [])]
     types = fields["token_type"]
     # Unused ids fill a vocabulary up to a round number; the source's tokenizer does not know them.
-    vocab = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] != TokenType.UNUSED}
+    vocab = {token: token_id for token_id, token in enumerate(tokens) if types[token_id] != _UNUSED}
     # Llama 3 takes a word that is in the vocabulary whole, whatever the merges say.
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=_REGEX.get(split) == _LLAMA3_SPLIT))
     backend.pre_tokenizer = _pre_tokenizer(path, split)
     if _REGEX.get(split) == _QWEN2_SPLIT:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
-    for special, kind_of_token in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
+    for special, kind_of_token in ((True, _CONTROL), (False, _USER_DEFINED)):
         added = [token for token, kind in zip(tokens, types, strict=True) if kind == kind_of_token]
         backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in added])
     if fields.get("add_bos_token") and "bos_token_id" in fields:
@@ -98,6 +98,10 @@ def _pre_tokenizer(path: Path, split: str) -> pre_tokenizers.PreTokenizer:
 
 def _read_fields(path: Path) -> dict[str, Any]:
     """What the file says under "tokenizer.": names without that prefix and without "ggml."."""
+    try:
+        from gguf import GGUFReader  # here, because it is needed for nothing else
+    except ImportError as error:
+        raise LoadError(f"reading {path} needs the package gguf: install it with `pip install gguf`") from error
     try:
         reader = GGUFReader(path)
     except Exception as error:  # the reader raises what numpy and struct raise on bytes that make no sense

@@ -53,9 +53,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
     device = resolve_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    with _LOADING, _one_line_errors(config.model), _quiet_transformers():
-        model, tokenizer = _load(config, device)
-        return _finish(config, device, model.eval().requires_grad_(False), tokenizer)
+    with _LOADING, _quiet_transformers():
+        try:
+            model, tokenizer = _load(config, device)
+            return _finish(config, device, model.eval().requires_grad_(False), tokenizer)
+        except LoadError as error:
+            message = error.message
+            _logger.debug("loading failed", exc_info=True)
+        except Exception as error:  # loaders raise anything: OSError, KeyError, RuntimeError, errors of their own
+            message = f"{config.model} cannot be loaded: {_one_line(error)}"
+            _logger.debug("loading failed", exc_info=True)
+    # Raised out here, without the frames of the failure: those would keep a half-loaded model in memory for as long
+    # as anybody keeps the error.
+    raise LoadError(message)
 
 
 def _load(config: EngineConfig, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -141,16 +151,8 @@ def _try_template(path: str, text: PromptPreparer) -> None:
         pass
 
 
-@contextmanager
-def _one_line_errors(model: str) -> Iterator[None]:
-    """Turns whatever a loader raises into a `LoadError` of one line."""
-    try:
-        yield
-    except LoadError:
-        raise
-    except Exception as error:  # loaders raise anything: OSError, KeyError, RuntimeError, their own
-        reason = " ".join((str(error) or type(error).__name__).split())[:_MAX_REASON_CHARS]
-        raise LoadError(f"{model} cannot be loaded: {reason}") from error
+def _one_line(error: Exception) -> str:
+    return " ".join((str(error) or type(error).__name__).split())[:_MAX_REASON_CHARS]
 
 
 @contextmanager
