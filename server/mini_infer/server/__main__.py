@@ -23,9 +23,7 @@ def main() -> NoReturn:
     except ConfigError as error:
         complain(error)
         sys.exit(EXIT_USAGE)
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    _log_to_stderr(config.log_level)
     try:
         code = asyncio.run(_serve(config))
     except LoadError as error:
@@ -35,6 +33,21 @@ def main() -> NoReturn:
         code = EXIT_AT_ONCE
     logging.shutdown()
     os._exit(code)  # a thread that still loads a model would be waited for
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    if level != "debug":
+        handler.addFilter(_tells_no_load_error)
+    logging.basicConfig(
+        level=level.upper(), handlers=[handler], format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+
+
+def _tells_no_load_error(record: logging.LogRecord) -> bool:
+    """A model that cannot be loaded is told once, in one line, as the process ends."""
+    values = [*(record.args if isinstance(record.args, tuple) else ()), *(record.exc_info or ())]
+    return not any(isinstance(value, LoadError) for value in values)
 
 
 async def _serve(config: ServerConfig) -> int:

@@ -88,7 +88,6 @@ class Generation:
                 return message
             case Finished():
                 self._outcome = event.reason.value
-                self._num_tokens = event.usage.completion_tokens
                 return convert_response.finished(event, stream.served_by, stream.timing, self._arrival_wall_ns)
 
     def _fail(self, error: Exception) -> Status:
@@ -114,7 +113,7 @@ class Generation:
             "engine": stream.served_by.engine_id if stream and stream.served_by else "",
             "outcome": self._outcome,
             "prompt_tokens": _prompt_tokens(stream),
-            "tokens": self._num_tokens,
+            "tokens": stream.num_tokens if stream else 0,
             "queue_ms": _ms(timing.queue if timing else None),
             "ttft_ms": _ms(timing.time_to_first_token if timing else None),
             "total_ms": _ms(time.monotonic_ns() - self._arrival_ns),
