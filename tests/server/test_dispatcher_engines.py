@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -81,7 +82,7 @@ async def test_an_engine_that_fails_without_a_word_fails_all_the_same() -> None:
 
 
 async def test_wait_ready_ends_when_the_server_is_closed_meanwhile() -> None:
-    dispatcher = Dispatcher([make_pool(ScriptedEngine(load_gate=threading.Event()))])
+    dispatcher = Dispatcher([make_pool(ManualEngine(loads=False))])
     await dispatcher.start()
     ready = asyncio.create_task(dispatcher.wait_ready())
     await asyncio.sleep(0)
@@ -229,9 +230,10 @@ async def test_the_watchdog_takes_out_an_engine_that_hangs() -> None:
     working = ScriptedEngine("b", scripts=Script(tokens=["x"]))
     async with serving(make_pool(hanging, working), stall_timeout_s=0.2) as dispatcher:
         stuck = dispatcher.enter(make_call(engine_id="a"))
+        await placed(stuck)
         waiting = dispatcher.enter(make_call(engine_id="a"))
-        ends = await asyncio.gather(ending(stuck), ending(waiting))
-        assert ends == [EngineFailed, NoReadyEngine]
+        errors = await asyncio.gather(rest(stuck), read(waiting), return_exceptions=True)
+        assert [type(error) for error in errors] == [EngineFailed, NoReadyEngine]
         snapshot = dispatcher.engines[0]
         assert (snapshot.state, snapshot.num_running) == (EngineState.FAILED, 1)
         assert "no progress for 0.2 s" in snapshot.failure
@@ -241,12 +243,34 @@ async def test_the_watchdog_takes_out_an_engine_that_hangs() -> None:
             assert await ending(dispatcher.enter(make_call())) is FinishReason.EOS
 
 
-async def test_the_watchdog_leaves_idle_and_working_engines_alone() -> None:
-    idle_one = ManualEngine("idle")
-    working = ScriptedEngine("working", scripts=Script(tokens=["x"] * 120, step_s=0.01))
-    async with serving(make_pool(idle_one, working), stall_timeout_s=1.0) as dispatcher:
-        assert await ending(dispatcher.enter(make_call(engine_id="working"))) is FinishReason.EOS
-        assert {engine.state for engine in dispatcher.engines} == {EngineState.READY}
+@pytest.mark.parametrize(
+    ("step_age_s", "submit_age_s", "state"),
+    [
+        (700, 700, EngineState.FAILED),
+        (700, 1, EngineState.READY),
+        (1, 700, EngineState.READY),
+        (None, 1, EngineState.READY),
+    ],
+)
+async def test_a_step_and_a_new_stream_are_signs_of_life(
+    step_age_s: int | None, submit_age_s: int, state: EngineState
+) -> None:
+    engine = ManualEngine()
+    async with serving(make_pool(engine), stall_timeout_s=600.0) as dispatcher:
+        await placed(dispatcher.enter(make_call()))
+        now_ns = time.monotonic_ns()
+        engine.last_step_ns = None if step_age_s is None else now_ns - step_age_s * 1_000_000_000
+        dispatcher._queues["m"].slots[0]._newest_submit_ns = now_ns - submit_age_s * 1_000_000_000
+        dispatcher._watch()
+        assert dispatcher.engines[0].state is state
+
+
+async def test_an_idle_engine_owes_no_sign_of_life() -> None:
+    engine = ManualEngine()
+    async with serving(make_pool(engine), stall_timeout_s=600.0) as dispatcher:
+        engine.last_step_ns = 1
+        dispatcher._watch()
+        assert dispatcher.engines[0].state is EngineState.READY
 
 
 async def test_the_watchdog_ends_what_a_dead_engine_forgot() -> None:

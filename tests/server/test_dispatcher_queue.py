@@ -34,6 +34,7 @@ from mini_infer.engines.errors import (
 )
 from mini_infer.engines.scripted_engine import Gate, Script, ScriptedEngine
 from mini_infer.engines.scripted_text import ScriptedText
+from mini_infer.server.pace import Pace
 
 
 async def test_three_waves_of_twelve_on_four_slots_never_run_five() -> None:
@@ -50,8 +51,8 @@ async def test_three_waves_of_twelve_on_four_slots_never_run_five() -> None:
 async def test_an_engine_gets_a_stream_only_when_it_has_a_free_slot() -> None:
     engine = ManualEngine(max_running=2)
     async with serving(make_pool(engine)) as dispatcher:
-        streams = [dispatcher.enter(make_call(key=str(number))) for number in range(6)]
-        await asyncio.gather(*(stream.prepare() for stream in streams))
+        for number in range(6):
+            await dispatcher.enter(make_call(key=str(number))).prepare()
         assert engine.submitted == ["0", "1"]
         engine.finish("1")
         await until(lambda: len(engine.submitted) == 3)
@@ -189,16 +190,13 @@ async def test_no_wait_at_all_is_refused_before_tokenizing_where_no_slot_is_free
 
 
 async def test_no_wait_at_all_is_refused_where_the_slot_was_taken_while_it_was_tokenized() -> None:
-    text = GatedText()
-    engine = ManualEngine(text=text)
+    engine = ManualEngine()
     async with serving(make_pool(engine)) as dispatcher:
-        first, hasty = dispatcher.enter(make_call()), dispatcher.enter(make_call(max_queue_ns=0))
-        preparing = [asyncio.create_task(stream.prepare()) for stream in (first, hasty)]
-        text.gate.set()
-        await preparing[0]
+        hasty, other = dispatcher.enter(make_call(max_queue_ns=0)), dispatcher.enter(make_call())
+        await placed(other)
         with pytest.raises(QueueTimeout):
-            await preparing[1]
-        assert engine.submitted == [first.key]
+            await hasty.prepare()
+        assert engine.submitted == [other.key]
 
 
 async def test_a_running_stream_is_left_to_its_engine_at_its_deadline() -> None:
@@ -222,6 +220,18 @@ async def test_an_engine_that_misses_a_deadline_is_backed_up() -> None:
         assert engine.cancelled == [stream.key]
         assert (stream.num_tokens, stream.timing.time_to_first_token is not None) == (1, True)
         assert dispatcher.engines[0].num_running == 1
+
+
+async def test_the_limit_of_a_wait_does_not_end_a_stream_that_runs() -> None:
+    engine = ManualEngine()
+    async with serving(make_pool(engine)) as dispatcher:
+        stream = dispatcher.enter(make_call(max_queue_ns=500_000_000))
+        await placed(stream)
+        waiting = dispatcher.enter(make_call(max_queue_ns=600_000_000))
+        assert await ending(waiting) is QueueTimeout  # so the first one's limit has passed
+        assert not stream.ended
+        engine.finish(stream.key)
+        assert len(await rest(stream)) == 1
 
 
 async def test_a_bad_request_is_refused_by_prepare_and_frees_its_place() -> None:
@@ -253,16 +263,16 @@ async def test_a_reader_that_goes_away_while_its_prompt_is_tokenized_leaves_noth
     engine = ManualEngine(text=text)
     async with serving(make_pool(engine)) as dispatcher:
         readers = [asyncio.create_task(read(dispatcher.enter(make_call()))) for _ in range(10)]
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         for reader in readers:
             reader.cancel()
         results = await asyncio.gather(*readers, return_exceptions=True)
         assert all(isinstance(result, asyncio.CancelledError) for result in results)
-        text.gate.set()
-        await until(lambda: not dispatcher._queues["m"]._preparing)
         assert_idle(dispatcher)
-        assert text.num_prepared <= 2
-        assert engine.submitted == []
+        text.gate.set()
+        await (last := dispatcher.enter(make_call())).prepare()
+        assert text.num_prepared <= 3  # the two that were under way, and the last
+        assert engine.submitted == [last.key]
 
 
 @pytest.mark.parametrize("phase", ["waiting", "running"])
@@ -270,8 +280,10 @@ async def test_a_reader_that_goes_away_frees_its_place_or_slot(phase: str) -> No
     engine = ScriptedEngine(scripts=Script(tokens=["a"], gate=Gate()))
     async with serving(make_pool(engine)) as dispatcher:
         running, waiting = (dispatcher.enter(make_call()) for _ in range(2))
-        readers = {name: asyncio.create_task(read(s)) for name, s in (("running", running), ("waiting", waiting))}
-        await until(lambda: engine.peak_running == 1 and dispatcher.models[0].num_waiting == 1)
+        await placed(running)
+        await waiting.prepare()
+        readers = {"running": asyncio.create_task(rest(running)), "waiting": asyncio.create_task(rest(waiting))}
+        await asyncio.sleep(0)
         readers[phase].cancel()
         with pytest.raises(asyncio.CancelledError):
             await readers[phase]
@@ -320,6 +332,27 @@ async def test_retry_times_follow_the_rate_of_departures() -> None:
             refusals.append(caught.value.retry_after_s)
         assert 0.1 <= refusals[0] < refusals[1] <= 60
         waiting.close()
+
+
+async def test_the_pace_is_measured_while_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spy(Pace):
+        calls: list[str] = []  # noqa: RUF012  # one test's
+
+        def begin(self, now_ns: int) -> None:
+            self.calls.append("begin")
+            super().begin(now_ns)
+
+        def left(self, now_ns: int) -> None:
+            self.calls.append("left")
+            super().left(now_ns)
+
+    async with serving(make_pool(ManualEngine())) as dispatcher:
+        dispatcher._queues["m"]._pace = Spy()
+        await placed(dispatcher.enter(make_call()))
+        streams = [dispatcher.enter(make_call()) for _ in range(2)]
+        for stream in streams:
+            stream.close()
+        assert Spy.calls == ["begin", "left", "begin", "left", "left"]
 
 
 async def test_a_finished_stream_reports_its_engine() -> None:

@@ -66,6 +66,7 @@ async def serving(*pools: Pool, ready: bool = True, **settings: Any) -> AsyncIte
         yield dispatcher
     finally:
         await dispatcher.close()
+    await until(lambda: not any(queue._preparing for queue in dispatcher._queues.values()))  # threads end last
     assert_idle(dispatcher)
 
 

@@ -149,7 +149,7 @@ class ModelQueue:
             return
         if stream.key in self.waiting:
             self._leave(stream)
-            if future := self._preparing.get(stream.key):
+            if future := self._preparing.pop(stream.key, None):
                 future.cancel()
         else:
             self._cancel_running(stream)
