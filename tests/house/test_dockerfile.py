@@ -99,10 +99,10 @@ class Container:
     def run(self, command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, cwd=self.app, env=self.environ, text=True, **options)
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, **environ: str) -> subprocess.Popen[str]:
         command = [self.here(word) for word in exec_form(said("ENTRYPOINT")[0])]
         command[0] = str(self.env_bin / command[0])
-        return subprocess.Popen(command, cwd=self.app, env=self.environ, text=True, stdout=subprocess.PIPE)
+        return subprocess.Popen(command, cwd=self.app, env=self.environ | environ, text=True, stdout=subprocess.PIPE)
 
     def probe(self) -> int:
         command = [self.here(word) for word in exec_form(said("HEALTHCHECK")[0])]
@@ -123,8 +123,9 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Container:
 
 
 @pytest.fixture
-def running(container: Container) -> Iterator[subprocess.Popen[str]]:
-    process = container.start()
+def running(container: Container, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The server, slow to load: it finds no model that was made ready when the image was built."""
+    process = container.start(MINI_INFER_CACHE_DIR=str(tmp_path))
     yield process
     process.kill()
     process.wait()
@@ -132,13 +133,20 @@ def running(container: Container) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
+def test_image_holds_the_default_model_ready_to_load(container: Container) -> None:
+    (weights,) = Path(container.moves["/var/cache/mini-infer"]).rglob("model.safetensors")
+    assert weights.stat().st_size > 2**20
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
 def test_probe_fails_while_nothing_listens(container: Container) -> None:
     assert container.probe() == 1
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_probe_follows_the_server_from_loading_to_stop(container: Container, running: subprocess.Popen[str]) -> None:
     wait_for_line(running, " listening on ")
     assert container.probe() == 1  # bound, its model still loading
