@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONTEXT, VOCAB_SIZE, ZOO, build_model, save_model
+from support.models import CONTEXT, VOCAB_SIZE, ZOO, build_model, rand_tied, save_model
 from support.tokenizers import byte_level, word_level
 from transformers import GenerationConfig
 
@@ -104,6 +104,13 @@ def test_tied_head_saved_without_itself(tmp_path: Path) -> None:
     embedding: Any = loaded.model.get_input_embeddings()
     assert head.weight.data_ptr() == embedding.weight.data_ptr()
     assert torch.allclose(logits(loaded.model), logits(build_model("rand_tied")), atol=1e-5)
+
+
+def test_tied_head_of_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mini_infer.engines.model.shape_config", lambda name: rand_tied())
+    loaded = load_model(TINY)
+    assert torch.equal(logits(loaded.model), logits(build_model("rand_tied")))
+    assert loaded.model.num_parameters() == build_model("rand_tied").num_parameters()
 
 
 def test_context_is_the_models_own_or_less(folder: Path) -> None:

@@ -89,6 +89,7 @@ def _load_dummy(config: EngineConfig, device: torch.device) -> tuple[PreTrainedM
     shape.bos_token_id = shape.pad_token_id = None
     with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(shape, dtype=wanted_dtype(config.dtype, device) or shape.dtype)
+    model.tie_weights()  # which is part of the initialisation that was left out
     randomise_weights(model)
     return model, tokenizer
 
