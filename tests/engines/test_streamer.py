@@ -29,6 +29,7 @@ from mini_infer.engines.api import (
 )
 from mini_infer.engines.errors import EngineFailed, StreamFailed
 from mini_infer.engines.streamer import TokenStreamer
+from mini_infer.engines.text_decoder import MAX_HELD_RUN_BYTES
 from mini_infer.engines.token_bytes import TokenTable
 
 TOKENIZERS = {name: build() for name, build in ZOO.items()}
@@ -122,7 +123,7 @@ def test_joined_deltas_are_the_full_decode(tokenizer, text):
 @every_tokenizer
 @given(data=st.data())
 def test_random_ids_with_and_without_a_reader_give_the_same_text(tokenizer, data):
-    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=30))
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=MAX_HELD_RUN_BYTES))
     skip = data.draw(st.booleans())
     events = run(ids, tokenizer, eos=(), output=OutputOptions(skip_special_tokens=skip))
     streamer = TokenStreamer(tokenizer, skip_special_tokens=skip)
@@ -235,6 +236,14 @@ def test_text_held_back_is_cut_by_a_stop_string_even_at_the_end():
         "a",
         FinishReason.STOP_STRING,
     )
+
+
+def test_text_held_back_from_before_the_minimum_does_not_stop_at_the_end_token():
+    tokenizer = TOKENIZERS["sentencepiece_like"]
+    newline = tokenizer.convert_tokens_to_ids("<0x0A>")
+    for minimum, expected in ((1, ("", FinishReason.STOP_STRING)), (2, ("\n", FinishReason.EOS))):
+        events = run([newline, 2], tokenizer, eos=(2,), strings=("\n",), min_new_tokens=minimum)
+        assert outcome(events)[:2] == expected
 
 
 @every_tokenizer
@@ -474,9 +483,19 @@ def test_a_tokenizer_that_breaks_still_lets_the_stream_end(monkeypatch):
     monkeypatch.setattr(tokenizer, "decode", broken)
     with pytest.raises(RuntimeError):
         streamer.push(ord("b"))
-    with pytest.raises(RuntimeError):
-        streamer.fail(EngineFailed("remote code broke"))
+    streamer.fail(EngineFailed("remote code broke"))
+    assert text_of(events) == "a"
     assert isinstance(events[-1], Failed)
+
+
+def test_a_tokenizer_that_breaks_at_the_very_end_still_lets_the_stream_end(monkeypatch):
+    tokenizer = ZOO["slow_byte_level"]()
+    streamer, events = bound(prepared(), tokenizer)
+    streamer.push(0xC3)
+    monkeypatch.setattr(tokenizer, "decode", None)
+    with pytest.raises(TypeError):
+        streamer.finish(FinishReason.CANCELLED)
+    assert end_of(events).reason is FinishReason.CANCELLED
 
 
 # --- model.generate -------------------------------------------------------------------------------------------------
@@ -507,6 +526,10 @@ def test_a_request_never_shows_its_prompt():
     streamer.put(torch.tensor([ord("c")]))
     streamer.put(torch.tensor([EOS]))
     assert outcome(events) == ("c", FinishReason.EOS, EOS, 2)
+    read = TokenStreamer(BYTE, request=prepared(max_new_tokens=1))
+    read.put(torch.tensor([[*b"ab"]]))
+    read.put(torch.tensor([ord("c")]))
+    assert list(read) == ["c"]
 
 
 def test_a_batch_is_refused_and_its_reader_told():

@@ -50,15 +50,16 @@ def test_joined_text_is_the_full_decode_wherever_the_answer_is_cut(tokenizer, te
 @every_tokenizer
 @given(data=st.data(), skip=st.booleans())
 def test_random_ids_give_the_full_decode(tokenizer, data, skip):
-    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 20), max_size=40))
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 20), max_size=MAX_HELD_RUN_BYTES))
     check(tokenizer, ids, skip=skip)
 
 
 @every_tokenizer
 @given(data=st.data(), skip=st.booleans())
 def test_random_text_cut_anywhere_gives_the_full_decode(tokenizer, data, skip):
-    text = data.draw(st.text(st.one_of(st.sampled_from(LETTERS), st.characters(codec="utf-8")), max_size=30))
-    ids = encode(tokenizer, text)
+    letters = st.one_of(st.sampled_from(LETTERS), st.characters(codec="utf-8"))
+    words = data.draw(st.lists(st.text(letters, max_size=MAX_HELD_RUN_BYTES // 4), max_size=6))
+    ids = encode(tokenizer, " ".join(words))
     check(tokenizer, ids[: data.draw(st.integers(0, len(ids)))], skip=skip)
 
 

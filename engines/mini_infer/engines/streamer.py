@@ -102,6 +102,7 @@ class TokenStreamer(TextIteratorStreamer):
         self._max_gap_ns = 0
         self._num_deltas = 0
         self._has_first_bytes = False
+        self._is_broken = False
 
     # --- ids in -------------------------------------------------------------------------------------------------
 
@@ -130,8 +131,13 @@ class TokenStreamer(TextIteratorStreamer):
     def push(self, token_id: int, logprob: TokenLogprob | None = None) -> None:
         """Takes one generated id. Once the stream is finished, ids are ignored."""
         with self._lock:
-            if not self.finished:
+            if self.finished:
+                return
+            try:
                 self._push(token_id, logprob)
+            except BaseException:  # from a tokenizer; it is not to be asked again when the stream is failed for it
+                self._is_broken = True
+                raise
 
     def _push(self, token_id: int, logprob: TokenLogprob | None) -> None:
         now_ns = self._stamp()
@@ -214,7 +220,7 @@ class TokenStreamer(TextIteratorStreamer):
 
     def _rest(self, num_tokens: int) -> str:
         """All text that was held back; a stop string in it still counts, from ``min_new_tokens`` on."""
-        text = self._decoder.flush()
+        text = "" if self._is_broken else self._decoder.flush()
         if self._matcher is None:
             return text
         return self._matcher.feed(text, counts=num_tokens >= self._stop.min_new_tokens) + self._matcher.flush()
