@@ -12,6 +12,9 @@ import socket
 import stat
 from pathlib import Path
 
+MAX_SOCKET_PATH_BYTES = 107
+"""What the kernel has room for."""
+
 _log = logging.getLogger(__name__)
 _ANY_V6 = ("::", "[::]")
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
@@ -55,6 +58,8 @@ def _require_free_port(host: str, port: int) -> None:
 
 
 def _require_free_socket(path: Path) -> None:
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise CannotListen(f"cannot listen on unix:{path}: its path is longer than {MAX_SOCKET_PATH_BYTES} bytes")
     if not path.parent.is_dir():
         raise CannotListen(f"cannot listen on unix:{path}: no folder {path.parent}")
     try:

@@ -17,9 +17,8 @@ _SERVER = {option.name: option for option in OPTIONS}
 _MODEL = {option.name: option for option in OPTIONS if option.of_model}
 _SOURCE = Option(name="source", help="folder, .gguf file or hub id")
 _ENGINE = {"kind": _SERVER["engine"], "devices": _SERVER["devices"]}
-_SAMPLING_TYPES: dict[str, tuple[type, ...]] = {"top_k": (int,), "seed": (int,)}  # the rest are numbers
+_WHOLE_NUMBERS = {"top_k": 2**32 - 1, "seed": 2**64 - 1}  # and their highest value, as on the wire
 _SAMPLING_NAMES = [each.name for each in fields(Sampling) if each.name != "logit_bias"]
-_MAX_UINT64 = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +78,11 @@ def _settings(table: Mapping[str, object], options: Mapping[str, Option], where:
 def _sampling(table: Mapping[str, Any], where: str) -> Sampling:
     _require_known(table, _SAMPLING_NAMES, where)
     for name, value in table.items():
-        if type(value) not in _SAMPLING_TYPES.get(name, (int, float)):
-            raise ConfigError(f"{where} {name} must be a number, not {value!r}")
-        if name in _SAMPLING_TYPES and not 0 <= value <= _MAX_UINT64:
-            raise ConfigError(f"{where} {name} must be 0 or more, not {value!r}")
+        is_whole = name in _WHOLE_NUMBERS
+        if type(value) is not int and (is_whole or type(value) is not float):
+            raise ConfigError(f"{where} {name} must be a {'whole ' if is_whole else ''}number, not {value!r}")
+        if is_whole and not 0 <= value <= _WHOLE_NUMBERS[name]:
+            raise ConfigError(f"{where} {name} must be from 0 to {_WHOLE_NUMBERS[name]}, not {value!r}")
     sampling = Sampling(**table)
     try:
         check_sampling(sampling)

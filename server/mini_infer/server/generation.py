@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator
 from urllib.parse import quote
 
 from mini_infer.engines.api import Delta, Finished, Started
-from mini_infer.engines.errors import MiniInferError
+from mini_infer.engines.errors import DeadlineExceeded, MiniInferError, StreamFailed
 from mini_infer.server import convert_response
 from mini_infer.server.call import Call
 from mini_infer.server.convert_request import call_of
@@ -38,12 +38,15 @@ _PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
 
 class Generation:
-    """A call of Generate or GenerateStream."""
+    """A call of Generate or GenerateStream; one that must fit one message has `max_bytes`."""
 
-    def __init__(self, dispatcher: Dispatcher, message: pb.GenerateRequest, context: Context) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, message: pb.GenerateRequest, context: Context, max_bytes: int | None = None
+    ) -> None:
         self._dispatcher = dispatcher
         self._message = message
         self._context = context
+        self._num_bytes_left = max_bytes
         self._key = uuid.uuid4().hex
         self._arrival_ns = time.monotonic_ns()
         self._arrival_wall_ns = time.time_ns()
@@ -51,7 +54,7 @@ class Generation:
         self._num_tokens = 0  # told to the client
         self._call: Call | None = None
         self._stream: Stream | None = None
-        self._outcome = "cancelled"  # unless something else happens
+        self._outcome: str | None = None  # None as long as the client may have left
 
     async def responses(self) -> AsyncGenerator[pb.GenerateStreamResponse, None]:
         """The messages of the stream. Aborts the call where it fails; ends in one line of the log in any case."""
@@ -63,7 +66,9 @@ class Generation:
                     await self._context.send_initial_metadata(((REQUEST_ID_KEY, self._key),))
                     self._header_sent = True
                     async for event in self._stream:
-                        yield self._response(self._call, self._stream, event)
+                        response = self._response(self._call, self._stream, event)
+                        self._take_room_for(response)
+                        yield response
         finally:
             _log.info("%s", self._line())
 
@@ -90,6 +95,12 @@ class Generation:
                 self._outcome = event.reason.value
                 return convert_response.finished(event, stream.served_by, stream.timing, self._arrival_wall_ns)
 
+    def _take_room_for(self, response: pb.GenerateStreamResponse) -> None:
+        if self._num_bytes_left is not None:
+            self._num_bytes_left -= response.ByteSize()
+            if self._num_bytes_left < 0:
+                raise StreamFailed("the answer is too large for one message; GenerateStream has no such limit")
+
     def _fail(self, error: Exception) -> Status:
         self._outcome = error.reason if isinstance(error, MiniInferError) else MiniInferError.reason
         return status_of(error, trailers=self._trailers(), header_sent=self._header_sent)
@@ -103,6 +114,11 @@ class Generation:
             trailers.append((TTFT_KEY, _ms(stream.timing.time_to_first_token)))
         return (*trailers, (NUM_TOKENS_KEY, str(self._num_tokens)))
 
+    def _why_left(self) -> str:
+        deadline_ns = self._call.request.deadline_ns if self._call else None
+        passed = deadline_ns is not None and deadline_ns <= time.monotonic_ns()
+        return DeadlineExceeded.reason if passed else "disconnected"
+
     def _line(self) -> str:
         stream, call = self._stream, self._call
         timing = stream.timing if stream else None
@@ -111,7 +127,7 @@ class Generation:
             "label": call.label if call else "",
             "model": call.model if call else "",
             "engine": stream.served_by.engine_id if stream and stream.served_by else "",
-            "outcome": self._outcome,
+            "outcome": self._outcome or self._why_left(),
             "prompt_tokens": _prompt_tokens(stream),
             "tokens": stream.num_tokens if stream else 0,
             "queue_ms": _ms(timing.queue if timing else None),

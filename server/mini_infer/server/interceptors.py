@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from mini_infer.engines.errors import MiniInferError
 from mini_infer.server.errors import Status, status_of
 
 _log = logging.getLogger(__name__)
@@ -36,10 +37,9 @@ async def error_edge(context: Context, to_status: Callable[[Exception], Status] 
         _log.error("something that a call waited for was cancelled", exc_info=error)
         await _abort(context, to_status(RuntimeError("cancelled from within")))
     except Exception as error:  # noqa: BLE001  # the edge
-        status = to_status(error)
-        if status.code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+        if not isinstance(error, MiniInferError):
             _log.error("a call failed", exc_info=error)
-        await _abort(context, status)
+        await _abort(context, to_status(error))
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

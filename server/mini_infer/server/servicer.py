@@ -26,7 +26,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         """The same stream, collected."""
-        responses = Generation(self._dispatcher, request, context).responses()
+        responses = Generation(self._dispatcher, request, context, self._info.max_message_bytes).responses()
         async with aclosing(responses):
             return convert_response.whole([response async for response in responses])
 
