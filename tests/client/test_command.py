@@ -5,15 +5,17 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from support.command import mini_infer, on_terminal, start
 from support.serving import serving
-from support.unruly_server import accept, answer, delta, polite, started, unruly_server
+from support.unruly_server import accept, answer, delta, finished, polite, started, unruly_server
 
 from mini_infer.engines.errors import LoadError
 from mini_infer.engines.scripted_engine import Gate, Script, ScriptedEngine
 from mini_infer.v1 import admin_pb2
+from mini_infer.v1 import generation_pb2 as pb
 
 FOREIGN = {"torch", "transformers", "numpy", "mini_infer.engines", "mini_infer.server"}
 
@@ -144,12 +146,6 @@ async def test_a_model_that_still_loads_is_told_with_the_way_to_wait():
         assert "scripted/0 is loading" in done.error
 
 
-async def test_wait_waits():
-    async with serving(ScriptedEngine(load_s=1.0), wait_ready=False) as served:
-        done = await mini_infer("generate", "--wait", "60", "Hi", address=served.address)
-        assert (done.status, done.stdout) == (0, "Hi")
-
-
 async def test_a_failed_load_ends_the_wait():
     async with serving(ScriptedEngine(load_error=LoadError("no such folder")), wait_ready=False) as served:
         done = await mini_infer("generate", "--wait", "60", "Hi", address=served.address)
@@ -167,6 +163,33 @@ async def test_a_truncated_answer_fails_after_its_text():
         done = await mini_infer("generate", "Hi", address=server.address)
     assert (done.status, done.stdout) == (1, "half")
     assert "cut off" in done.error
+
+
+async def test_a_server_that_dies_is_one_line_too():
+    async with endless() as server:
+        process = await start("generate", "Hi", address=server.address)
+        assert await process.stdout.readexactly(1) == b"a"
+        await server.stop()
+        _, stderr = await process.communicate()
+    (line,) = stderr.decode().splitlines()
+    assert process.returncode == 1
+    assert line.startswith("error: ")
+    assert "(after 1 token)" in line
+
+
+async def test_numbers_that_are_none_are_null_in_json():
+    async def script(server, request, context):
+        await accept(context)
+        yield started()
+        yield delta("a", logprobs=[pb.TokenLogprob(token_id=1, token=b"a", logprob=float("-inf"))])
+        yield finished()
+
+    async with unruly_server(script) as server:
+        done = await mini_infer("generate", "--json", "Hi", address=server.address)
+    assert done.status == 0
+    assert json.loads(done.stdout.splitlines()[1])["logprobs"] == [
+        {"token_id": 1, "token": [97], "logprob": None, "top": []}
+    ]
 
 
 async def test_garbage_is_one_line_too():
@@ -230,11 +253,12 @@ async def test_an_encoding_without_the_character_is_no_failure():
 
 
 async def test_a_terminal_is_told_what_is_waited_for():
-    gate = Gate()
-    engine = ScriptedEngine(scripts=Script(tokens=["a"], gate=gate), load_s=1.0)
+    gate, load = Gate(), threading.Event()
+    engine = ScriptedEngine(scripts=Script(tokens=["a"], gate=gate), load_gate=load)
     async with serving(engine, wait_ready=False) as served:
         async with on_terminal("generate", "--wait", "60", "1", address=served.address) as first:
             await first.until("waiting for the model: scripted/0 (loading)")
+            load.set()
             await first.until("reading 1 tokens on engine scripted/0")
             async with on_terminal("generate", "2", address=served.address) as second:
                 await second.until("waiting in the queue")
@@ -248,9 +272,11 @@ async def test_a_terminal_is_told_what_is_waited_for():
 async def test_no_color_means_no_color():
     async with serving() as served:
         async with on_terminal("generate", "Hi", address=served.address) as terminal:
-            assert "\x1b[2m" in await terminal.rest()
+            shown = await terminal.rest()
+            assert "\x1b[32m" in shown
+            assert "\x1b[2mTTFT" in shown
         async with on_terminal("generate", "Hi", address=served.address, NO_COLOR="1") as terminal:
-            assert "\x1b[2;3" not in await terminal.rest()
+            assert "\x1b[3" not in await terminal.rest()
 
 
 async def test_a_terminal_is_not_steered_by_the_model():
@@ -285,12 +311,9 @@ async def test_a_conversation_on_a_terminal():
             server.reached.set()
             await server.gate.wait()
         if said == "bad":
-            yield finished_without_start()
+            yield delta("before its start")
         async for event in answer(f"you said {said}"):
             yield event
-
-    def finished_without_start():
-        return delta("x")
 
     async with unruly_server(script) as server:
         async with on_terminal("chat", "--system", "Be nice", address=server.address) as terminal:
@@ -303,11 +326,10 @@ async def test_a_conversation_on_a_terminal():
                     await terminal.until("error: the server sent `delta` before `started`")
             await terminal.until("an endless")
             terminal.process.send_signal(signal.SIGINT)
-            await terminal.until("TTFT 7 ms, 1 tokens, cancelled; this turn is forgotten")
+            await terminal.until("TTFT 7 ms, 1 token, cancelled; this turn is forgotten")
             await asyncio.wait_for(server.cancelled.wait(), 10)
             await terminal.until("> ")
-            terminal.process.send_signal(signal.SIGINT)
-            await terminal.until("Ctrl-D or /exit leaves")
+            await terminal.interrupt_until("Ctrl-D or /exit leaves")
             await terminal.until("> ")
             terminal.type("two\n")
             await terminal.until("you said two")

@@ -134,6 +134,51 @@ async def test_leaving_the_block_early_ends_the_call_at_the_server():
         await asyncio.wait_for(server.cancelled.wait(), 10)
 
 
+async def test_leaving_the_block_ends_a_reader_in_another_task():
+    async with endless_server() as server, Client(server.address) as client:
+
+        async def read(stream):
+            return [piece.text async for piece in stream]
+
+        async with client.stream(prompt="Hi") as stream:
+            reader = asyncio.create_task(read(stream))
+            await asyncio.wait_for(server.reached.wait(), 10)
+        assert await asyncio.wait_for(reader, 10) in ([], ["a"])
+        await asyncio.wait_for(server.cancelled.wait(), 10)
+
+
+async def test_a_failure_in_the_block_is_passed_on():
+    async with endless_server() as server, Client(server.address) as client:
+        with pytest.raises(ZeroDivisionError):
+            async with client.stream(prompt="Hi") as stream:
+                async for _ in stream:
+                    1 / 0  # noqa: B018
+        await asyncio.wait_for(server.cancelled.wait(), 10)
+
+
+async def test_a_timeout_of_asyncio_stays_one():
+    async with endless_server() as server, Client(server.address) as client:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                async for _ in client.stream(prompt="Hi"):
+                    pass
+        await asyncio.wait_for(server.cancelled.wait(), 10)
+
+
+async def test_no_time_left_is_the_deadline():
+    async with unruly_server(polite) as server, Client(server.address) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.generate(prompt="Hi", timeout_s=0)
+
+
+async def test_a_proxy_is_not_asked_for_this_machine(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    async with unruly_server(polite) as server, Client(server.address) as client:
+        assert (await client.generate(prompt="Hi")).text == "Hello world"
+
+
 async def test_a_cancelled_reader_ends_the_call_at_the_server():
     async with endless_server() as server, Client(server.address) as client:
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pty
+import signal
 import sys
 import termios
 from collections.abc import AsyncIterator
@@ -60,6 +61,14 @@ class Terminal:
             self._seen += await self._read() or self._fail(text)
         before, _, self._seen = self._seen.partition(text)
         return before + text
+
+    async def interrupt_until(self, text: str) -> None:
+        """Presses Ctrl-C, again where it fell between a prompt and the wait for input (a gap in CPython's input())."""
+        seen = asyncio.create_task(self.until(text))
+        while not seen.done():
+            self.process.send_signal(signal.SIGINT)
+            await asyncio.wait({seen}, timeout=3)
+        await seen
 
     async def rest(self) -> str:
         """Waits for the end; all that came until then."""

@@ -42,7 +42,7 @@ class Client:
         self._open: _Open | None = None
 
     async def __aenter__(self) -> Self:
-        self._open = _Open(aio.insecure_channel(self.address, options=channel_options()))
+        self._open = _Open(aio.insecure_channel(self.address, options=channel_options(self.address)))
         return self
 
     async def __aexit__(
@@ -193,8 +193,10 @@ class _Open:
         self.health = health_pb2_grpc.HealthStub(channel)
 
 
-def channel_options() -> list[tuple[str, str | int]]:
+def channel_options(address: str) -> list[tuple[str, str | int]]:
     """How our channels differ from gRPC's defaults."""
+    host = address.rpartition(":")[0].strip("[]")
+    is_loopback = host in ("localhost", "::1") or host.startswith("127.")
     return [
         ("grpc.primary_user_agent", f"mini-infer/{version()}"),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -208,6 +210,8 @@ def channel_options() -> list[tuple[str, str | int]]:
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.enable_retries", 0),  # see retries.py
+        # gRPC asks the proxy of http_proxy even for this machine, which a probe inside a container does not survive.
+        ("grpc.enable_http_proxy", int(not is_loopback)),
     ]
 
 

@@ -79,7 +79,9 @@ class GenerationStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._progress.aclose()
+        await self.cancel()
+        if not self._progress.ag_running:  # else a reader in another task was left behind, and its loop ends now
+            await self._progress.aclose()
 
     async def wait_started(self) -> Started | None:
         """Waits until the generation leaves the queue; None where it was cancelled in there. Before the loop only."""

@@ -72,11 +72,11 @@ async def _write_events(stream: GenerationStream, spinner: Spinner) -> None:
     async with stream:
         await _follow_to_start(stream, spinner)
         if stream.started is not None:
-            write_json({"event": "started", "request_id": stream.request_id, **_fields(stream.started)})
+            write_json({"event": "started", "request_id": stream.request_id, **dataclasses.asdict(stream.started)})
         async for delta in stream:
             spinner.stop()
-            write_json({"event": "delta", **_fields(delta)})
-    write_json({"event": "finished", **_fields(stream.result)})
+            write_json({"event": "delta", **dataclasses.asdict(delta)})
+    write_json({"event": "finished", **dataclasses.asdict(stream.result)})
 
 
 async def _follow_to_start(stream: GenerationStream, spinner: Spinner) -> None:
@@ -84,11 +84,6 @@ async def _follow_to_start(stream: GenerationStream, spinner: Spinner) -> None:
     started = await stream.wait_started()
     if started is not None:
         spinner.show(f"reading {started.prompt_tokens} tokens on engine {started.engine.engine_id}")
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """One level; what is within is made plain where it is written."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
 def _error_event(error: MiniInferError) -> dict[str, Any]:

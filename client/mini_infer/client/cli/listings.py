@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from mini_infer.client import Client, Engine, Model
 from mini_infer.client.cli.output import tolerate_any_text, write_json
@@ -57,11 +55,11 @@ def _model_row(model: Model) -> tuple[str, ...]:
     )
 
 
-def _show(entries: Sequence[Any], columns: Sequence[str], rows: Sequence[Sequence[str]], as_json: bool) -> None:
+def _show(entries: Sequence[object], columns: Sequence[str], rows: Sequence[Sequence[str]], as_json: bool) -> None:
     tolerate_any_text()
     if as_json:
         for entry in entries:
-            write_json({field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)})
+            write_json(entry)
     else:
         _print_table(columns, rows)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -24,17 +26,20 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def write_json(event: dict[str, Any]) -> None:
-    """One JSON line, at once."""
-    print(json.dumps(event, default=_plain, ensure_ascii=False, allow_nan=False), flush=True)
+def write_json(event: object) -> None:
+    """One JSON line, at once, of a mapping or a dataclass."""
+    print(json.dumps(_plain(event), ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def say(line: str, *, dim: bool = False) -> None:
     """A line on standard error."""
+    if not (dim and sys.stderr.isatty()):
+        print(_harmless(line), file=sys.stderr)
+        return
     from rich.console import Console
 
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
-    console.print(_harmless(line), style="dim" if dim else None)
+    console.print(_harmless(line), style="dim")
 
 
 def tolerate_any_text() -> None:
@@ -46,10 +51,10 @@ def tolerate_any_text() -> None:
 
 def summary(result: Result) -> str:
     """The line after an answer."""
-    timing, tokens = result.timing, result.usage.completion_tokens
+    timing = result.timing
     parts = [
         "" if timing.time_to_first_token_s is None else f"TTFT {milliseconds(timing.time_to_first_token_s)}",
-        f"{tokens} token{'' if tokens == 1 else 's'}",
+        count_tokens(result.usage.completion_tokens),
         f"{timing.tokens_per_second:.1f} tokens/s" if timing.tokens_per_second else "",
         f"engine {result.engine.engine_id}" if result.engine.engine_id else "",
         f"finished: {result.finish_reason}",
@@ -60,7 +65,7 @@ def summary(result: Result) -> str:
 def cancelled_summary(first_token: FirstToken | None, num_tokens: int) -> str:
     """The line after an answer that was broken off here."""
     ttft = f"TTFT {milliseconds(first_token.time_to_first_token_s)}, " if first_token is not None else ""
-    return f"{ttft}{num_tokens} tokens, cancelled"
+    return f"{ttft}{count_tokens(num_tokens)}, cancelled"
 
 
 def milliseconds(seconds: float) -> str:
@@ -101,6 +106,11 @@ class Spinner:
             self._status = None
 
 
+def count_tokens(number: int) -> str:
+    """For people."""
+    return "1 token" if number == 1 else f"{number} tokens"
+
+
 def _harmless(text: str) -> str:
     """Without the characters that steer a terminal (C0 and C1 controls)."""
     return "".join(char if char in "\n\t" or not _steers(char) else "\ufffd" for char in text)
@@ -111,10 +121,13 @@ def _steers(char: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, bytes):
-        return list(value)
-    if isinstance(value, datetime):
-        return value.isoformat()
-    raise TypeError(f"{type(value).__name__} has no place in JSON")
+    """What JSON can hold: bytes become lists of numbers, and numbers that are none become null."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | bytes):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value.isoformat() if isinstance(value, datetime) else value

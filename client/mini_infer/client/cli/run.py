@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from mini_infer.client import errors
-from mini_infer.client.cli.output import say
+from mini_infer.client.cli.output import count_tokens, say
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -48,7 +48,7 @@ def error_line(error: errors.MiniInferError, address: str) -> str:
         (
             f"error: {' '.join(str(error).split())}",
             f" [{reason}]" if reason else "",
-            f" (after {error.generated_tokens} tokens)" if error.generated_tokens else "",
+            f" (after {count_tokens(error.generated_tokens)})" if error.generated_tokens else "",
             f" - {hint}" if hint else "",
         )
     )
