@@ -186,7 +186,7 @@ class Dispatcher:
         if not queue.change(slots, state, failure):
             return
         if slots.failure is not None:
-            _log.error("engine %s failed: %s", slots.engine_id, slots.failure.message)
+            _log.error("engine %s failed: %s", slots.engine_id, slots.failure)
         else:
             _log.info("engine %s is %s", slots.engine_id, state)
         if all(other.state in (EngineState.READY, EngineState.FAILED) for _, other in self._all_slots()):
