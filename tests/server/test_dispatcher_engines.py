@@ -81,6 +81,18 @@ async def test_an_engine_that_fails_without_a_word_fails_all_the_same() -> None:
             await dispatcher.wait_ready()
 
 
+async def test_failed_is_for_good() -> None:
+    engine = ManualEngine()
+    async with serving(make_pool(engine)) as dispatcher:
+        engine.die()
+        engine.become(EngineState.READY)
+        await until(lambda: dispatcher.engines[0].failure == "it died")
+        await asyncio.sleep(0.001)
+        assert dispatcher.engines[0].state is EngineState.FAILED
+        with pytest.raises(NoReadyEngine):
+            dispatcher.enter(make_call())
+
+
 async def test_wait_ready_ends_when_the_server_is_closed_meanwhile() -> None:
     dispatcher = Dispatcher([make_pool(ManualEngine(loads=False))])
     await dispatcher.start()

@@ -84,6 +84,7 @@ class ModelQueue:
         if stream.ended:
             return
         assert stream.key not in self._preparing, "prepare() is called once"
+        assert stream.prepared is None, "prepare() is called once"
         future = self._threads.submit(_prepare, self.text(stream.call), stream.call.request)
         self._preparing[stream.key] = future
         future.add_done_callback(partial(self._post, self._on_prepared, stream))
