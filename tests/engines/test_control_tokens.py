@@ -154,6 +154,31 @@ def test_a_tokenizer_that_cannot_be_guarded_refuses() -> None:
     assert "holds a control token" in error.message
 
 
+def test_a_guard_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[str] = []
+    text = preparer(byte_level(CHAT_TEMPLATE))
+
+    class Broken:
+        @staticmethod
+        def from_str(state: str) -> None:
+            copies.append(state)
+            raise Exception("out of memory")
+
+    monkeypatch.setattr("mini_infer.engines.control_tokens.Tokenizer", Broken)
+    for _ in range(3):
+        assert refusal(Request(key="k", chat=user("<|im_end|>")), text).field == "chat"
+    assert len(copies) == 1
+
+
+def test_a_tokenizer_that_normalizes_and_cannot_be_guarded_still_chats(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = slow_byte_level(CHAT_TEMPLATE)
+    tokenizer.add_tokens([AddedToken("<|im_sep|>", normalized=True, special=True)])
+    text = preparer(tokenizer)
+    assert "will not be noticed" in caplog.text
+    assert text.tokenize(user("Hi")) == TEXT.tokenize(user("Hi"))
+    assert refusal(Request(key="k", chat=user("Hi<|im_sep|>")), text).field == "chat"
+
+
 def test_the_guard_is_built_from_files_too(tmp_path: Path) -> None:
     byte_level(CHAT_TEMPLATE).save_pretrained(tmp_path)
     text = preparer(PreTrainedTokenizerFast.from_pretrained(tmp_path))

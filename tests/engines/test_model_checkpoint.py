@@ -190,6 +190,16 @@ def test_no_such_place(model: str, expected: str) -> None:
     assert expected in refusal(model)
 
 
+def test_revision_of_a_folder(whole: Path) -> None:
+    assert "revision v2 is for hub ids" in refusal(whole, revision="v2")
+
+
+def test_other_files_do_not_matter(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "copy")
+    (tmp_path / "copy" / "trainer_state.json").write_text("{broken")
+    load_model(EngineConfig(model=str(tmp_path / "copy")))
+
+
 def test_a_file_that_is_no_model(whole: Path) -> None:
     assert "name the folder" in refusal(whole / "config.json")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from mini_infer.engines.api import ChatMessage
 from mini_infer.engines.control_tokens import ControlTokenGuard, ControlTokens
 from mini_infer.engines.errors import InvalidRequest, StreamFailed
 
+_logger = logging.getLogger(__name__)
 _MAX_MESSAGE_CHARS = 500
 
 
@@ -23,20 +25,15 @@ class ChatEncoder:
         """``encode`` gives the ids of a text without adding any."""
         self._tokenizer = tokenizer
         self._encode = encode
-        self._template = _template_of(tokenizer)
+        self._template = template_of(tokenizer)
         self._control = ControlTokens.of(tokenizer, self._template or "")
         self._typed_by_assistant, self._typed_by_others = map(self._control.pattern, ("assistant", "user"))
+        self._guard: ControlTokenGuard | InvalidRequest | None = None
+        self._guard_lock = threading.Lock()
         # A control token that is matched after normalizing can be typed in ways that a plain search does not see.
         control = {*self._control.special, *self._control.written}
         added = tokenizer.added_tokens_decoder.values()
-        self._always_guard = any(token.normalized for token in added if token.content in control)
-        self._guard: ControlTokenGuard | None = None
-        self._guard_lock = threading.Lock()
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the model has a chat template at all."""
-        return self._template is not None
+        self._always_guard = any(token.normalized for token in added if token.content in control) and self._can_guard()
 
     def encode(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Ids of a conversation, up to where the assistant's answer begins.
@@ -69,15 +66,25 @@ class ChatEncoder:
     def _typed_by(self, message: ChatMessage) -> re.Pattern[str]:
         return self._typed_by_assistant if message.role == "assistant" else self._typed_by_others
 
+    def _can_guard(self) -> bool:
+        try:
+            self._guard_or_refuse()
+        except InvalidRequest as error:
+            _logger.warning("control tokens typed in other letters will not be noticed: a chat that %s", error.message)
+            return False
+        return True
+
     def _guard_or_refuse(self) -> ControlTokenGuard:
-        """The guard, built on first use because the copy of a large tokenizer takes a second."""
+        """The guard, built on first use and once, because the copy of a large tokenizer takes a second."""
         with self._guard_lock:
             if self._guard is None:
                 try:
                     self._guard = ControlTokenGuard(self._tokenizer, self._control)
                 except ValueError as error:
-                    raise InvalidRequest("chat", f"holds a control token, and {error}") from error
-            return self._guard
+                    self._guard = InvalidRequest("chat", f"holds a control token, and {error}")
+        if isinstance(self._guard, InvalidRequest):
+            raise InvalidRequest(self._guard.field, self._guard.message)
+        return self._guard
 
     def _render(self, messages: Sequence[ChatMessage]) -> str:
         conversation = [{"role": message.role, "content": message.content} for message in messages]
@@ -95,7 +102,8 @@ class ChatEncoder:
         return text
 
 
-def _template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The source of the template that conversations go through, or None."""
     if not tokenizer.chat_template:
         return None
     try:

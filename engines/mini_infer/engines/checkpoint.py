@@ -19,6 +19,16 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from mini_infer.engines.errors import LoadError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_JSON_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "chat_template.json",
+)
 _SAFETENSORS_INDEX = "model.safetensors.index.json"
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _NEEDS_GPU = ("aqlm", "awq", "eetq", "exl2", "fbgemm_fp8", "fp8", "fp_quant", "gptq", "higgs", "quip", "spqr", "vptq")
@@ -28,8 +38,9 @@ def check_checkpoint(folder: Path, *, on_cpu: bool, trust_remote_code: bool) -> 
     """Raises `LoadError`, in one line, for a folder that cannot be served as it is."""
     if not any(folder.iterdir()):
         raise LoadError(f"{folder} is empty")
-    for path in sorted(folder.glob("*.json")):
-        read_json(path)
+    for name in _JSON_FILES:
+        if (folder / name).is_file():
+            read_json(folder / name)
     config = _read_config(folder)
     _check_code(folder, config, trust_remote_code)
     _check_quantization(folder, config, on_cpu)

@@ -38,9 +38,9 @@ class ControlTokens:
     def of(cls, tokenizer: PreTrainedTokenizerBase, template: str) -> ControlTokens:
         """Those of a tokenizer and the source of its template."""
         added = tokenizer.added_tokens_decoder.values()
-        special = {token.content for token in added if token.special}
+        special = {token.content for token in added if token.special and token.content.strip()}
         written = {token.content for token in added if token.content in template and _is_markup(token.content)}
-        return cls(tuple(sorted(special - {""})), tuple(sorted(written - special)))
+        return cls(tuple(sorted(special)), tuple(sorted(written - special)))
 
     def pattern(self, role: str) -> re.Pattern[str]:
         """Finds those that a message of this role must not hold as such."""
@@ -106,7 +106,10 @@ def _renamed(backend: Tokenizer, names: dict[str, str]) -> Tokenizer:
             # Not normalized: the names are matched on the raw text.
             token.update(content=names[token["content"]], normalized=False)
     _rename_pieces(state["model"], lambda piece: names.get(piece, piece))
-    copy = Tokenizer.from_str(json.dumps(state))
+    try:
+        copy = Tokenizer.from_str(json.dumps(state))
+    except Exception as error:  # the Rust library raises this and nothing narrower
+        raise ValueError("the tokenizer cannot be copied with other names for its control tokens") from error
     for token, name in names.items():
         if copy.token_to_id(name) != backend.token_to_id(token):
             raise ValueError(f"the tokenizer cannot be copied with another name for {token!r}")

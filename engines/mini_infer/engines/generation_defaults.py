@@ -69,7 +69,7 @@ def _of_model(generation: GenerationConfig) -> Sampling:
     return Sampling(
         temperature=1.0 if temperature is None else temperature,
         top_p=_number(generation.top_p),
-        top_k=None if top_k is None else int(top_k),
+        top_k=None if top_k is None else max(int(top_k), 0),  # some files write -1 for off
         min_p=_number(generation.min_p),
         repetition_penalty=penalty,
     )

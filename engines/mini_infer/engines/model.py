@@ -16,6 +16,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from mini_infer.engines.api import ChatMessage, ModelInfo
+from mini_infer.engines.chat_template import template_of
 from mini_infer.engines.config import DEFAULT_MODEL, EngineConfig
 from mini_infer.engines.default_model import load_default
 from mini_infer.engines.devices import resolve_device
@@ -108,7 +109,7 @@ def _finish(
         vocab_size=num_embedding_rows(model),
         dtype=str(model.dtype).removeprefix("torch."),
         eos_token_ids=tuple(sorted(eos)),
-        has_chat_template=bool(tokenizer.chat_template),
+        has_chat_template=template_of(tokenizer) is not None,
         default_sampling=default_sampling(config.default_sampling, generation),
     )
     # `generate` fills what it is not told from here: a file's max_length or penalty would win over our own defaults.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from huggingface_hub.errors import (
 
 from mini_infer.engines.errors import LoadError
 
+_logger = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.safetensors", "*.tiktoken", "*.txt")
 _NOT_FILES = ("*/*", "consolidated*")  # other formats of the same weights
@@ -36,6 +38,8 @@ def find_source(model: str, revision: str | None = None) -> Source:
     Raises `LoadError` where there is nothing of that name.
     """
     path = Path(model).expanduser()
+    if path.exists() and revision is not None:
+        raise LoadError(f"revision {revision} is for hub ids, and {model} is here on disk")
     if path.is_dir():
         return Source(path)
     if path.is_file():
@@ -49,6 +53,7 @@ def find_source(model: str, revision: str | None = None) -> Source:
 
 def _fetch(hub_id: str, revision: str | None) -> Path:
     where = f"{hub_id} at revision {revision}" if revision else hub_id
+    _logger.info("looking for %s on the hub", where)
     try:
         folder = _snapshot(hub_id, revision, _FILES)
         if not any(folder.glob("*.safetensors")):

@@ -43,6 +43,7 @@ class PromptPreparer:
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
+            self._backend.encode_special_tokens = tokenizer.split_special_tokens
 
     @property
     def info(self) -> ModelInfo:
