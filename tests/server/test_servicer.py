@@ -145,6 +145,14 @@ async def test_tokenize_and_detokenize_go_there_and_back() -> None:
         assert nowhere.reason == "MODEL_NOT_FOUND"
 
 
+async def test_a_text_too_large_for_one_message_is_refused() -> None:
+    text = ScriptedText()
+    large = text.token_id("x" * 100_000)
+    async with serving(ScriptedEngine(text=text)) as served:
+        told = await outcome(served.generation.Detokenize(pb.DetokenizeRequest(token_ids=[large] * 170)))
+        assert (told.code, told.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+
+
 class SlowText(ScriptedText):
     """A tokenizer that waits; with `tokenize` on the event loop nothing else would be answered."""
 

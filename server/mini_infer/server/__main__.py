@@ -9,6 +9,7 @@ import sys
 from typing import NoReturn
 
 from mini_infer.engines.errors import LoadError
+from mini_infer.server.address import CannotListen, listen_address
 from mini_infer.server.config import ServerConfig, load_config
 from mini_infer.server.options import ConfigError
 from mini_infer.server.run import EXIT_AT_ONCE, EXIT_FAILED, complain, run, say
@@ -20,10 +21,14 @@ def main() -> NoReturn:
     """Serves, and exits: 0 after a drain, 2 for a configuration that cannot be meant, 1 for one that does not work."""
     try:
         config = load_config(sys.argv[1:], os.environ)
+        _log_to_stderr(config.log_level)
+        listen_address(config.host, config.port)  # a taken port is told now, not after torch is loaded
     except ConfigError as error:
         complain(error)
         sys.exit(EXIT_USAGE)
-    _log_to_stderr(config.log_level)
+    except CannotListen as error:
+        complain(error)
+        sys.exit(EXIT_FAILED)
     try:
         code = asyncio.run(_serve(config))
     except LoadError as error:

@@ -32,6 +32,7 @@ OPTIONS = (
     # Finds peers that are gone without a word, whose streams would hold their slots.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),  # no limit: a long prefill again
 )
 
 

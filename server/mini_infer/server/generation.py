@@ -69,6 +69,7 @@ class Generation:
                         response = self._response(self._call, self._stream, event)
                         self._take_room_for(response)
                         yield response
+                    assert self._outcome, "a stream that goes well ends in Finished"
         finally:
             _log.info("%s", self._line())
 

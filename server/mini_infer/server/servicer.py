@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from mini_infer.engines.errors import InvalidRequest
 from mini_infer.server import convert_request, convert_response
 from mini_infer.server.dispatcher import Dispatcher
 from mini_infer.server.generation import Generation
@@ -59,7 +60,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         skip_special_tokens = convert_request.skip_special_tokens_of(request)
         model = self._dispatcher.text_model(request.model)
         text = await model.detokenize(token_ids, skip_special_tokens=skip_special_tokens)
-        return pb.DetokenizeResponse(text=text)
+        response = pb.DetokenizeResponse(text=text)
+        if response.ByteSize() > self._info.max_message_bytes:
+            raise InvalidRequest("token_ids", "their text is too large for one message")
+        return response
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """What is served."""
