@@ -13,6 +13,7 @@ HAS_FLOOR := .venv-floor/.has-dev
 HAS_PROTOS := .venv-protos/.has-protos
 
 .PHONY: help demo test test-full check protos clean
+.NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -52,8 +53,9 @@ clean: ## take away all that the other targets made here
 $(HAS_SERVER): scripts/install constraints.txt pyproject.toml
 	@scripts/install server constraints.txt $@
 
-$(HAS_DEV): $(HAS_SERVER)
+$(HAS_DEV): scripts/install constraints.txt pyproject.toml
 	@scripts/install server,dev constraints.txt $@
+	@touch $(HAS_SERVER)
 
 $(HAS_FLOOR): scripts/install constraints-floor.txt pyproject.toml
 	@scripts/install server,dev constraints-floor.txt $@
