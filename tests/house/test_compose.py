@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
+from mini_infer.server.app import LAST_WORDS_S
+from mini_infer.server.options import OPTIONS
+
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "docker-compose.yml"
 GPU = ROOT / "docker-compose.gpu.yml"
@@ -80,6 +83,17 @@ def test_the_health_check_is_the_dockerfiles() -> None:
     words = ", ".join(f'"{word}"' for word in health["test"][1:])
     assert f"CMD [{words}]\n" in (ROOT / "Dockerfile").read_text()
     assert f"--start-period={seconds(health['start_period'])}s" in (ROOT / "Dockerfile").read_text()
+
+
+def test_loading_may_take_as_long_as_the_readme_says() -> None:
+    start_s = seconds(server(BASE)["healthcheck"]["start_period"])
+    assert f" {start_s} s of loading" in (ROOT / "README.md").read_text()
+
+
+def test_running_streams_get_their_grace_when_it_stops() -> None:
+    defaults = {option.name: option.default for option in OPTIONS}
+    needed_s = defaults["grace"] + defaults["propagation"] + LAST_WORDS_S
+    assert seconds(server(BASE)["stop_grace_period"]) > needed_s
 
 
 def test_it_comes_back_after_a_crash() -> None:
