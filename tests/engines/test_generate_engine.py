@@ -6,10 +6,12 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from support import tokenizers
 from support.events import Recorder, ask, assert_lawful, up
 from support.scripted_model import END_OF_TURN, EOS, NO_TEXT, Gate, ModelScript, scripted_engine
 
+from mini_infer.engines import generate_engine
 from mini_infer.engines.api import (
     EngineKind,
     Failed,
@@ -79,6 +81,20 @@ def test_model_is_built_warmed_and_run_on_its_own_thread():
     engine.close()
     assert len(threads) > num_warm
     assert {name.rpartition("_")[0] for name in threads} == {"mine/0"}
+
+
+def test_the_thread_sets_its_device_before_anything_is_built_there(monkeypatch):
+    device, done = torch.device("cuda", 1), []
+    monkeypatch.setattr(generate_engine, "resolve_device", lambda label: device)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append((threading.get_ident(), device)))
+    engine, _ = scripted_engine(HELLO)
+    load = engine._load_model
+    engine._load_model = lambda config: (done.append((threading.get_ident(), "load")), load(config))[1]
+    up(engine)
+    engine.close()
+    thread = done[0][0]
+    assert done == [(thread, device), (thread, "load")]
+    assert thread != threading.get_ident()
 
 
 # --- text (S2, S5, S6, L5) ---

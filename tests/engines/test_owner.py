@@ -1,5 +1,7 @@
 import contextlib
 import random
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -318,8 +320,8 @@ def test_every_stream_has_exactly_one_end_whatever_races(ending):
         engine.close()
         for key in keys:
             assert_lawful(recorder, key)
-        assert not engine._held
-        assert not engine._cancelled
+        assert not engine._inbox.held
+        assert not engine._inbox.cancelled
         assert engine.stats().num_running == 0
 
 
@@ -327,3 +329,15 @@ def _prepared(text, key):
     from mini_infer.engines.api import Request
 
     return text.prepare(Request(key=key, prompt="Hello"))
+
+
+def test_a_process_that_forgets_to_close_can_exit():
+    code = """
+from mini_infer.engines.api import EngineState
+from mini_infer.engines.scripted_engine import ScriptedEngine
+import threading
+ready = threading.Event()
+ScriptedEngine().start(lambda events: ready.set() if events[0].state is EngineState.READY else None)
+assert ready.wait(20)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

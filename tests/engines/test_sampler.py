@@ -207,6 +207,11 @@ def test_min_new_tokens_holds_back_end_and_stop_tokens():
     assert [choose(req, logits, answer).token_id for answer in ((), (9,), (9, 9))] == [9, 9, 0]
 
 
+def test_end_tokens_that_the_model_does_not_have_are_no_failure():
+    req = request(temperature=0.0, stop=StopConditions(min_new_tokens=2), eos=frozenset({0, VOCAB + 5}))
+    assert choose(req, random_logits()).token_id != 0
+
+
 # --- equality with transformers ---
 
 

@@ -98,7 +98,7 @@ class GenerateEngine(OwnedEngine):
         return self._loaded
 
     def _step(self) -> None:
-        for request in self._take():
+        for request in self._inbox.take():
             if (why := self._interruption(request)) is not None:
                 self._post(unstarted_end(request, why))
             else:
@@ -106,18 +106,29 @@ class GenerateEngine(OwnedEngine):
 
     def _serve(self, request: PreparedRequest) -> None:
         """Runs one stream from its first token to its end."""
-        streamer = TokenStreamer(self._model.tokenizer, request=request, sink=self._post)
+        try:
+            streamer = TokenStreamer(self._model.tokenizer, request=request, sink=self._post)
+        except ValueError as error:  # stop strings that cannot be meant
+            self._post(unstarted_end(request, StreamFailed(first_line(error))))
+            return
         self._streamer = streamer
         streamer.admitted_ns = time.monotonic_ns()
         self._post(Started(request.key, streamer.admitted_ns))
         self._flush()
-        error = self._try_generate(request, streamer)
-        if isinstance(error, EngineFailed):
+        failure = self._try_generate(request, streamer)
+        if isinstance(failure, EngineFailed):
             self._prove_alive()
-        if error is not None:
-            streamer.fail(error)
+        if failure is not None:
+            self._fail(streamer, failure)
         self._streamer = None
         self._flush()
+
+    def _fail(self, streamer: TokenStreamer, error: MiniInferError) -> None:
+        """Ends a stream badly. Its tokenizer may break on the text held back; the end is out all the same."""
+        try:
+            streamer.fail(error)
+        except Exception:  # noqa: BLE001  # a tokenizer's own code raises anything; it ends one stream, no engine
+            _log.exception("engine %s: text held back was lost", self.engine_id)
 
     def _prove_alive(self) -> None:
         """One real generation after a broken step; what it raises ends the engine.

@@ -1,9 +1,10 @@
 """The owner thread: one executor thread holds all state of one engine. Knows no model, no tokenizer and no torch.
 
-Threading. Everything below `# on the owner thread` runs on that thread alone, and so do the subclass's methods.
-Everyone else speaks to it through an inbox under one short lock: `submit` adds a stream, `cancel` marks one, `close`
-ends all. The ledger `_held` names every accepted stream that has had no final event: an event leaves only for a
-stream in it, and a final event takes the stream out, so no race can give a stream two ends or none.
+Threading. Everything below "on the owner thread" runs on that thread alone, and so do the subclass's methods.
+Everyone else speaks to it through the inbox: `submit` adds a stream, `cancel` marks one, `close` ends all. Events are
+handed over once per step, and only those that the inbox's ledger lets pass. The thread works in tasks of its
+executor: one to load, one for every time that there are streams, one to close. In between it rests in the executor,
+so that a process whose owner forgot `close` can exit.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 
 from mini_infer.engines.api import (
     Emit,
@@ -27,7 +28,6 @@ from mini_infer.engines.api import (
     Finished,
     FinishReason,
     PreparedRequest,
-    Started,
     StateChanged,
     StreamEvent,
     StreamTimes,
@@ -42,6 +42,7 @@ from mini_infer.engines.errors import (
     MiniInferError,
     NoReadyEngine,
 )
+from mini_infer.engines.inbox import Inbox, Why
 
 _log = logging.getLogger(__name__)
 
@@ -62,20 +63,14 @@ class OwnedEngine(ABC):
     def __init__(self, engine_id: str, kind: EngineKind, devices: tuple[str, ...], max_running: int) -> None:
         self._engine_id, self._kind, self._devices, self._max_running = engine_id, kind, devices, max_running
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=engine_id)
-        self._life: Future[None] | None = None
+        self._is_started = False
         self._emit: Emit = _nowhere
         self._text: TextModel | None = None
         self._closing = threading.Event()
-        self._inbox = threading.Condition()  # guards everything below
+        self._inbox = Inbox(max_running)
         self._state = EngineState.LOADING
         self._error: MiniInferError | None = None
-        self._taking = False  # whether submit takes streams: from READY on, until it fails or closes
-        self._woken = False
-        self._waiting: deque[PreparedRequest] = deque()
-        self._held: set[str] = set()
-        self._running: set[str] = set()
-        self._cancelled: set[str] = set()
-        self._outbox: list[Event] = []  # the owner thread's alone, like the two below
+        self._outbox: list[Event] = []  # since the last hand-over
         self._generated_tokens = 0
         self._last_step_ns: int | None = None
 
@@ -140,35 +135,29 @@ class OwnedEngine(ABC):
 
     def start(self, emit: Emit) -> None:
         """Begins to load on the owner thread. Raises `RuntimeError` the second time."""
-        if self._life is not None:
+        if self._is_started:
             raise RuntimeError(f"engine {self._engine_id} was started before")
-        self._emit = emit
-        self._life = self._executor.submit(self._run)
+        self._is_started, self._emit = True, emit
+        self._executor.submit(self._guard, self._come_up)
 
     def submit(self, request: PreparedRequest) -> None:
         """Takes a stream, or emits its `Failed` from the caller's thread. Raises `ValueError` for a key in use."""
-        with self._inbox:
-            if request.key in self._held:
-                raise ValueError(f"stream {request.key} is already here")
-            if self._taking:
-                self._held.add(request.key)
-                self._waiting.append(request)
-                self._wake()
-                return
-            refusal = self._refusal()
-        self._try_emit([Failed(request.key, refusal, StreamTimes())])
+        if not self._inbox.put(request):
+            self._try_emit([Failed(request.key, self._refusal(), StreamTimes())])
+        elif self._inbox.claim():
+            with suppress(RuntimeError):  # closed since: then `close` gives the stream its end
+                self._executor.submit(self._guard, self._work)
 
     def cancel(self, key: str) -> None:
         """Ends a stream within one step; a key that it does not hold is ignored."""
-        with self._inbox:
-            if key in self._held:
-                self._cancelled.add(key)
-                self._wake()
+        self._inbox.cancel(key)
 
     def stats(self) -> EngineStats:
         """Its load now."""
         return EngineStats(
-            num_running=len(self._running), generated_tokens=self._generated_tokens, last_step_ns=self._last_step_ns
+            num_running=len(self._inbox.running),
+            generated_tokens=self._generated_tokens,
+            last_step_ns=self._last_step_ns,
         )
 
     def close(self) -> None:
@@ -176,22 +165,22 @@ class OwnedEngine(ABC):
 
         A step that hangs is left behind after `CLOSE_TIMEOUT_S`; its streams are failed all the same.
         """
-        with self._inbox:
-            self._taking = False
-            self._closing.set()
-            self._wake()
+        self._closing.set()
+        self._inbox.shut()
+        is_joined = True
+        if self._is_started:
+            with suppress(RuntimeError):  # closed before
+                is_joined = self._join(self._executor.submit(self._finish))
+        self._executor.shutdown(wait=is_joined)
+        self._try_emit(self._inbox.pass_on(self._rest(self._closed())))
+
+    def _join(self, finish: Future[None]) -> bool:
         try:
-            if self._life is not None:
-                self._life.result(CLOSE_TIMEOUT_S)
+            finish.result(CLOSE_TIMEOUT_S)
         except FutureTimeout:
             _log.error("engine %s: its step hangs; its thread is left behind", self._engine_id)
-        self._executor.shutdown(wait=self._life is None or self._life.done())
-        self._try_emit(self._through_ledger(self._rest(self._closed())))
-
-    def _wake(self) -> None:
-        with self._inbox:
-            self._woken = True
-            self._inbox.notify_all()
+            return False
+        return True
 
     def _refusal(self) -> MiniInferError:
         if self._closing.is_set():
@@ -204,24 +193,7 @@ class OwnedEngine(ABC):
         return Draining(f"engine {self._engine_id} is closed")
 
     def _rest(self, error: MiniInferError) -> list[Event]:
-        with self._inbox:
-            return [Failed(key, error, StreamTimes()) for key in sorted(self._held)]
-
-    def _through_ledger(self, events: Sequence[Event]) -> list[Event]:
-        """Drops events of streams that have ended, and notes who runs and who ends."""
-        passed: list[Event] = []
-        with self._inbox:
-            for event in events:
-                if isinstance(event, StateChanged):
-                    passed.append(event)
-                elif event.key in self._held:
-                    passed.append(event)
-                    if isinstance(event, Started):
-                        self._running.add(event.key)
-                    elif isinstance(event, Finished | Failed):
-                        for keys in (self._held, self._running, self._cancelled):
-                            keys.discard(event.key)
-        return passed
+        return [Failed(key, error, StreamTimes()) for key in self._inbox.owed()]
 
     def _try_emit(self, events: Sequence[Event]) -> None:
         try:
@@ -232,23 +204,29 @@ class OwnedEngine(ABC):
 
     # --- on the owner thread --------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _guard(self, task: Callable[[], None]) -> None:
+        """The edge: whatever a task raises, nobody must wait for ever."""
         try:
-            self._come_up()
-            while self._wait():
-                self._sweep()
-                self._step()
-                self._flush()
-            self._end(EngineState.DRAINING, self._closed())
-        except BaseException as error:  # noqa: BLE001  # the edge: whatever it is, nobody must wait for ever
+            task()
+        except BaseException as error:  # noqa: BLE001
             known = isinstance(error, LoadError)  # its message says it all
             _log.error("engine %s failed: %s", self._engine_id, error, exc_info=None if known else error)
             self._end(EngineState.FAILED, self._as_failure(error))
-        finally:
-            try:
-                self._unload()
-            except Exception:  # noqa: BLE001  # the edge again
-                _log.exception("engine %s: its device could not be freed", self._engine_id)
+
+    def _work(self) -> None:
+        """Steps until no stream is left."""
+        while not self._inbox.rest():
+            self._inbox.wait(self._next_step_ns)
+            if self._closing.is_set():
+                return
+            self._sweep()
+            self._step()
+            self._flush()
+
+    def _finish(self) -> None:
+        """The last task. An engine that has failed is there already."""
+        if self._error is None:
+            self._end(EngineState.DRAINING, self._closed())
 
     def _come_up(self) -> None:
         self._change_state(EngineState.LOADING)
@@ -261,8 +239,7 @@ class OwnedEngine(ABC):
         except Exception as error:
             _log.exception("engine %s did not come up", self._engine_id)
             raise LoadError(f"engine {self._engine_id} did not come up: {first_line(error)}") from error
-        with self._inbox:
-            self._taking = not self._closing.is_set()
+        self._inbox.open()
         self._change_state(EngineState.READY)
 
     def _change_state(self, state: EngineState) -> None:
@@ -270,32 +247,9 @@ class OwnedEngine(ABC):
         self._post(StateChanged(self._engine_id, state))
         self._flush()
 
-    def _wait(self) -> bool:
-        """Sleeps until there is something to do. Returns False when the engine is to close."""
-        with self._inbox:
-            if (until_ns := self._wanted_ns()) != 0:
-                timeout_s = None if until_ns is None else max(0.0, (until_ns - time.monotonic_ns()) / 1e9)
-                self._inbox.wait_for(lambda: self._woken, timeout_s)
-            self._woken = False
-            return not self._closing.is_set()
-
-    def _wanted_ns(self) -> int | None:
-        if self._waiting and len(self._running) < self._max_running:
-            return 0
-        instants = [request.deadline_ns for request in self._waiting if request.deadline_ns is not None]
-        if (step_ns := self._next_step_ns()) is not None:
-            instants.append(step_ns)
-        return min(instants, default=None)
-
-    def _take(self) -> list[PreparedRequest]:
-        """The waiting streams, oldest first, for which there are slots."""
-        with self._inbox:
-            num_free = self._max_running - len(self._running)
-            return [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
-
-    def _interruption(self, request: PreparedRequest) -> FinishReason | MiniInferError | None:
+    def _interruption(self, request: PreparedRequest) -> Why | None:
         """What ends a stream from outside: CANCELLED, or the error that it fails with."""
-        if request.key in self._cancelled:
+        if request.key in self._inbox.cancelled:
             return FinishReason.CANCELLED
         if self._closing.is_set():
             return self._closed()
@@ -305,10 +259,7 @@ class OwnedEngine(ABC):
 
     def _sweep(self) -> None:
         """Ends the waiting streams that were cancelled or whose deadline passed."""
-        with self._inbox:
-            ended = [(r, why) for r in self._waiting if (why := self._interruption(r)) is not None]
-            for request, _ in ended:
-                self._waiting.remove(request)
+        ended = self._inbox.remove_waiting(self._interruption)
         self._post(*(unstarted_end(request, why) for request, why in ended))
 
     def _end_step(self, num_tokens: int) -> None:
@@ -323,23 +274,20 @@ class OwnedEngine(ABC):
         self._outbox.extend(events)
 
     def _flush(self) -> None:
-        events, self._outbox = self._through_ledger(self._outbox), []
+        events, self._outbox = self._inbox.pass_on(self._outbox), []
         if not events:
             return
         try:
             self._emit(events)
         except BaseException as error:
-            with self._inbox:  # nobody heard of these ends: the streams are still owed one
-                self._held.update(e.key for e in events if isinstance(e, Finished | Failed))
+            self._inbox.owe(events)
             raise EmitFailed(first_line(error)) from error
 
     def _end(self, state: EngineState, error: MiniInferError) -> None:
         """Leaves service: tells so, then fails every stream that it holds."""
-        with self._inbox:
-            self._taking = False
-            self._state = state
-            self._error = error if state is EngineState.FAILED else None
-            self._waiting.clear()
+        self._error = error if state is EngineState.FAILED else None
+        self._state = state
+        self._inbox.shut()
         stream_error = EngineFailed(error.message) if isinstance(error, LoadError) else error
         self._post(StateChanged(self._engine_id, state, self._error))
         try:
@@ -347,7 +295,11 @@ class OwnedEngine(ABC):
         except Exception:  # noqa: BLE001  # the edge: it is logged, and the streams get their ends
             _log.exception("engine %s: running streams could not be let go in order", self._engine_id)
         events, self._outbox = [*self._outbox, *self._rest(stream_error)], []
-        self._try_emit(self._through_ledger(events))
+        self._try_emit(self._inbox.pass_on(events))
+        try:
+            self._unload()
+        except Exception:  # noqa: BLE001  # the edge again
+            _log.exception("engine %s: its device could not be freed", self._engine_id)
 
     def _as_failure(self, error: BaseException) -> MiniInferError:
         if isinstance(error, LoadError | EngineFailed):
@@ -355,7 +307,7 @@ class OwnedEngine(ABC):
         return EngineFailed(f"engine {self._engine_id} failed: {first_line(error)}")
 
 
-def unstarted_end(request: PreparedRequest, why: FinishReason | MiniInferError) -> StreamEvent:
+def unstarted_end(request: PreparedRequest, why: Why) -> StreamEvent:
     """The end of a stream that never held a slot."""
     if isinstance(why, MiniInferError):
         return Failed(request.key, why, StreamTimes())

@@ -110,8 +110,9 @@ def penalise_answer(scores: Tensor, answer_ids: Tensor, presence: float, frequen
 
 
 def without(scores: Tensor, token_ids: Iterable[int]) -> Tensor:
-    """Makes tokens impossible."""
-    return scores.index_fill(-1, torch.tensor(list(token_ids), dtype=torch.long, device=scores.device), _OFF)
+    """Makes tokens impossible. A tokenizer may know end tokens that the model does not have."""
+    known = [token_id for token_id in token_ids if token_id < scores.shape[-1]]
+    return scores.index_fill(-1, torch.tensor(known, dtype=torch.long, device=scores.device), _OFF)
 
 
 def truncate(scores: Tensor, sampling: Sampling) -> Tensor:

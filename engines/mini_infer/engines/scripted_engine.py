@@ -128,7 +128,7 @@ class ScriptedEngine(OwnedEngine):
         self._scripted_text.tokenize("Hello")
 
     def _step(self) -> None:
-        self._admit(self._take())
+        self._admit(self._inbox.take())
         ready = [stream for stream in self._streams.values() if stream.is_ready]
         self._closing.wait(max((stream.script.step_s for stream in ready), default=0.0))
         interrupted = self._interrupt()
@@ -139,7 +139,7 @@ class ScriptedEngine(OwnedEngine):
         self._end_step(len(moving))
 
     def _next_step_ns(self) -> int | None:
-        if any(stream.is_ready or stream.key in self._cancelled for stream in self._streams.values()):
+        if any(stream.is_ready or stream.key in self._inbox.cancelled for stream in self._streams.values()):
             return 0
         deadlines = (stream.answer.request.deadline_ns for stream in self._streams.values())
         return min((at_ns for at_ns in deadlines if at_ns is not None), default=None)
@@ -153,7 +153,7 @@ class ScriptedEngine(OwnedEngine):
         for stream in admitted:
             self._streams[stream.key] = stream
             if stream.script.gate is not None:
-                stream.script.gate.watch(self._wake)
+                stream.script.gate.watch(self._inbox.wake)
             self._post(stream.answer.started())
         self._flush()
         self.num_prefills += len(admitted)
