@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 
 import grpc
@@ -134,6 +134,19 @@ async def polite(server: Unruly, request: pb.GenerateRequest, context: aio.Servi
     await accept(context)
     async for event in answer("Hello", " world"):
         yield event
+
+
+def endless_server() -> AbstractAsyncContextManager[Unruly]:
+    """A server that says "a" and then nothing more."""
+
+    async def script(server, request, context):
+        await accept(context)
+        yield started()
+        yield delta("a")
+        server.reached.set()
+        await server.gate.wait()
+
+    return unruly_server(script)
 
 
 def refuse(

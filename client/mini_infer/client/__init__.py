@@ -1,4 +1,9 @@
 """The asynchronous client and the `mini-infer` command. Needs no torch."""
+# ruff: noqa: E402  # gRPC reads its setting while it is imported
+
+import os
+
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its documented default; unset, grpcio 1.85 notes every lost connection
 
 from mini_infer.client.client import Client
 from mini_infer.client.errors import (

@@ -30,8 +30,8 @@ async def wait_ready(server: Server, timeout_s: float, on_progress: Callable[[Se
     """Returns once the server's health is SERVING. Raises `DeadlineExceeded` or `NoReadyEngine`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
-        left_s = max(0.0, deadline_s - time.monotonic())
-        engines, missing = await _look(server, min(left_s, ATTEMPT_TIMEOUT_S))
+        left_s = deadline_s - time.monotonic()
+        engines, missing = await _look(server, min(max(left_s, POLL_S), ATTEMPT_TIMEOUT_S))
         if missing is None:
             return
         on_progress(engines)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import time
 
-from mini_infer.client.errors import MiniInferError, Overloaded, SlowReader, Unavailable
+from mini_infer.client.errors import DeadlineExceeded, MiniInferError, Overloaded, SlowReader, Unavailable
 
 FIRST_BACKOFF_S = 0.1
 """Where the server names no time: this, doubled with each attempt."""
@@ -32,8 +32,11 @@ class Retries:
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
 
     def remaining_s(self) -> float | None:
-        """What is left of the timeout; None without one."""
-        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+        """What is left of the timeout, above 0; None without one. Raises `DeadlineExceeded` where nothing is."""
+        left_s = self._left_s()
+        if left_s is not None and left_s <= 0:  # gRPC may let a call with no time at all succeed
+            raise DeadlineExceeded("no time was left for the call")
+        return left_s
 
     def wait_s(self, error: MiniInferError) -> float:
         """How long to wait before the next attempt. Raises ``error`` itself where there is none."""
@@ -42,10 +45,13 @@ class Retries:
             raise error
         wait_s = error.retry_after_s if error.retry_after_s is not None else self._backoff_s()
         wait_s *= random.uniform(1.0, 1.2)  # noqa: S311  # spreads callers that were refused together
-        remaining_s = self.remaining_s()
-        if wait_s > MAX_WAIT_S or (remaining_s is not None and wait_s >= remaining_s):
+        left_s = self._left_s()
+        if wait_s > MAX_WAIT_S or (left_s is not None and wait_s >= left_s):
             raise error
         return wait_s
+
+    def _left_s(self) -> float | None:
+        return None if self._deadline_s is None else self._deadline_s - time.monotonic()
 
     def _backoff_s(self) -> float:
         return float(FIRST_BACKOFF_S * 2 ** (self._num_failed - 1))

@@ -1,0 +1,242 @@
+"""`mini-infer generate` in pipes: judged by its outputs, its exit status and what the server saw."""
+
+import asyncio
+import json
+import signal
+import sys
+
+import pytest
+from support.command import mini_infer, start
+from support.serving import serving
+from support.unruly_server import accept, delta, endless_server, finished, polite, started, unruly_server
+
+from mini_infer.engines.errors import LoadError
+from mini_infer.engines.scripted_engine import Gate, Script, ScriptedEngine
+from mini_infer.v1 import admin_pb2
+from mini_infer.v1 import generation_pb2 as pb
+
+
+async def test_text_goes_to_stdout_and_one_summary_line_to_stderr():
+    async with serving() as served:
+        done = await mini_infer("generate", "Hello  wörld", address=served.address)
+    assert (done.status, done.stdout) == (0, "Hello  wörld")
+    assert done.error.startswith("TTFT ")
+    assert " ms, 3 tokens, " in done.error
+    assert done.error.endswith("tokens/s, engine scripted/0, finished: eos")
+
+
+async def test_text_is_written_as_it_is_made():
+    gate = Gate(1)
+    async with serving(ScriptedEngine(scripts=Script(tokens=["first", " second"], gate=gate))) as served:
+        process = await start("generate", "Hi", address=served.address)
+        assert await process.stdout.readexactly(5) == b"first"
+        gate.open()
+        assert await process.stdout.read() == b" second"
+        await process.communicate()
+        assert process.returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [(), ("-",)])
+async def test_the_prompt_comes_through_a_pipe(arguments):
+    async with serving() as served:
+        done = await mini_infer("generate", *arguments, address=served.address, stdin="two  wörds\n\n".encode())
+    assert (done.status, done.stdout) == (0, "two  wörds\n")
+
+
+async def test_an_argument_goes_before_a_pipe():
+    async with serving() as served:
+        done = await mini_infer("generate", "argument", address=served.address, stdin=b"pipe")
+    assert done.stdout == "argument"
+
+
+async def test_a_pipe_that_is_not_utf8_is_a_usage_error():
+    done = await mini_infer("generate", stdin=b"caf\xe9")
+    assert (done.status, done.error) == (2, "error: the prompt on standard input is not UTF-8 (byte 3)")
+
+
+async def test_an_argument_that_is_not_utf8_names_the_field():
+    done = await mini_infer("generate", "caf\udce9")
+    assert done.status == 1
+    assert done.error.startswith("error: prompt: cannot be 'caf\\udce9'")
+
+
+async def test_flags_reach_the_request():
+    async with unruly_server(polite) as server:
+        flags = "--model m --temperature 0 --top-p 0.5 --top-k 0 --min-p 0.1 --seed 7 --max-new-tokens 3"
+        more = "--stop a --stop b --stop-token-id 5 --ignore-eos --max-queue 2.5 --engine-id tiny/0 --session-id s --request-id mine"
+        hidden = "--show-special-tokens --logprobs --top-logprobs 2 --output-token-ids --include-stop-string"
+        words = f"{flags} {more} {hidden} --system S".split()
+        done = await mini_infer("generate", "Hi", *words, address=server.address)
+        assert (done.status, done.stdout) == (0, "Hello world")
+        (request,) = server.requests
+    assert [(said.role, said.content) for said in request.chat.messages] == [("system", "S"), ("user", "Hi")]
+    assert (request.model, request.request_id, request.placement.engine_id) == ("m", "mine", "tiny/0")
+    assert (request.sampling.HasField("temperature"), request.sampling.HasField("top_k")) == (True, True)
+    assert (request.sampling.seed, request.stop.max_new_tokens, request.sampling.top_p) == (7, 3, 0.5)
+    assert (list(request.stop.strings), list(request.stop.token_ids)) == (["a", "b"], [5])
+    assert request.max_queue_duration.ToMilliseconds() == 2500
+    assert (request.output.skip_special_tokens, request.output.top_logprobs) == (False, 2)
+
+
+async def test_flags_that_are_not_given_are_not_sent():
+    async with unruly_server(polite) as server:
+        await mini_infer("generate", "Hi", address=server.address)
+        (request,) = server.requests
+    assert [field.name for field, _ in request.ListFields()] == ["prompt"]
+
+
+async def test_json_lines():
+    async with serving() as served:
+        done = await mini_infer("generate", "--json", "--logprobs", "Hello wörld", address=served.address)
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [event["event"] for event in events] == ["started", "delta", "delta", "delta", "finished"]
+    assert "".join(event["text"] for event in events[1:-1]) == events[-1]["text"] == "Hello wörld"
+    assert events[1]["first_token"]["time_to_first_token_s"] > 0
+    assert bytes(events[2]["logprobs"][0]["token"]).decode() == " wörld"
+    assert events[-1]["timing"]["total_s"] > 0
+
+
+async def test_a_failure_in_json_lines_too():
+    script = Script(tokens=["a"], fail_at=2)
+    async with serving(ScriptedEngine(scripts=script)) as served:
+        done = await mini_infer("generate", "--json", "Hi", address=served.address)
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert (done.status, last["event"], last["reason"], last["generated_tokens"]) == (1, "error", "STREAM_FAILED", 1)
+    assert done.error.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--top-p", "7", "Hi"), "error: sampling.top_p: "),
+        (("--model", "nobody", "Hi"), "[MODEL_NOT_FOUND] - `mini-infer models`"),
+        (("--engine-id", "nobody", "Hi"), "[ENGINE_NOT_FOUND] - `mini-infer engines`"),
+        (("--engine-kind", "warp", "Hi"), "error: placement.engine_kind: "),
+        (("--max-new-tokens", "-1", "Hi"), "error: stop.max_new_tokens: "),
+        (("--stop", "", "Hi"), "error: stop.strings"),
+    ],
+)
+async def test_a_failure_is_one_line_that_names_what_is_wrong(arguments, expected):
+    async with serving() as served:
+        done = await mini_infer("generate", *arguments, address=served.address)
+    assert (done.status, done.stdout) == (1, "")
+    assert expected in done.error
+
+
+async def test_no_server_is_told_with_its_address():
+    done = await mini_infer("generate", "Hi", address="127.0.0.1:1")
+    assert (done.status, done.stdout) == (1, "")
+    assert done.error.endswith("is a server running at 127.0.0.1:1? --address names another")
+
+
+async def test_a_model_that_still_loads_is_told_with_the_way_to_wait():
+    async with serving(ScriptedEngine(load_s=3600), wait_ready=False) as served:
+        done = await mini_infer("generate", "Hi", address=served.address)
+        assert done.status == 1
+        assert "[NO_READY_ENGINE] - `mini-infer generate --wait SECONDS`" in done.error
+        done = await mini_infer("generate", "--wait", "0.3", "Hi", address=served.address)
+        assert done.status == 1
+        assert "scripted/0 is loading" in done.error
+
+
+async def test_a_failed_load_ends_the_wait():
+    async with serving(ScriptedEngine(load_error=LoadError("no such folder")), wait_ready=False) as served:
+        done = await mini_infer("generate", "--wait", "60", "Hi", address=served.address)
+    assert done.status == 1
+    assert "no such folder" in done.error
+
+
+async def test_a_truncated_answer_fails_after_its_text():
+    async def script(server, request, context):
+        await accept(context)
+        yield started()
+        yield delta("half")
+
+    async with unruly_server(script) as server:
+        done = await mini_infer("generate", "Hi", address=server.address)
+    assert (done.status, done.stdout) == (1, "half")
+    assert "cut off" in done.error
+
+
+async def test_a_server_that_dies_is_one_line_too():
+    async with endless_server() as server:
+        process = await start("generate", "Hi", address=server.address)
+        assert await process.stdout.readexactly(1) == b"a"
+        await server.stop()
+        _, stderr = await process.communicate()
+    (line,) = stderr.decode().splitlines()
+    assert process.returncode == 1
+    assert line.startswith("error: ")
+    assert "(after 1 token)" in line
+
+
+async def test_numbers_that_are_none_are_null_in_json():
+    async def script(server, request, context):
+        await accept(context)
+        yield started()
+        yield delta("a", logprobs=[pb.TokenLogprob(token_id=1, token=b"a", logprob=float("-inf"))])
+        yield finished()
+
+    async with unruly_server(script) as server:
+        done = await mini_infer("generate", "--json", "Hi", address=server.address)
+    assert done.status == 0
+    assert json.loads(done.stdout.splitlines()[1])["logprobs"] == [
+        {"token_id": 1, "token": [97], "logprob": None, "top": []}
+    ]
+
+
+async def test_garbage_is_one_line_too():
+    async def script(server, request, context):
+        yield delta("before its start")
+
+    async with unruly_server(script) as server:
+        done = await mini_infer("generate", "Hi", address=server.address)
+    assert done.status == 1
+    assert "`delta` before `started`" in done.error
+
+
+async def test_the_timeout_is_kept():
+    async with serving(ScriptedEngine(scripts=Script(tokens=["a"], gate=Gate()))) as served:
+        done = await mini_infer("generate", "--timeout", "0.3", "Hi", address=served.address)
+    assert done.status == 1
+    assert "DEADLINE_EXCEEDED" in done.error
+
+
+async def test_ctrl_c_cancels_at_the_server_and_exits_130():
+    async with endless_server() as server:
+        process = await start("generate", "Hi", address=server.address)
+        assert await process.stdout.readexactly(1) == b"a"
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = await process.communicate()
+        await asyncio.wait_for(server.cancelled.wait(), 10)
+    assert (process.returncode, stdout, stderr) == (130, b"", b"interrupted\n")
+
+
+async def test_a_reader_that_leaves_ends_it_quietly_and_at_the_server():
+    script = Script(tokens=["word "], repeat=True, step_s=0.01)
+    async with serving(ScriptedEngine(scripts=script)) as served:
+        line = f"'{sys.executable}' -m mini_infer.client generate Hi --address {served.address} | head -c 4"
+        process = await asyncio.create_subprocess_shell(
+            line, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        assert await process.communicate() == (b"word", b"")
+        while (await served.admin.ListEngines(admin_pb2.ListEnginesRequest())).engines[0].num_running:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_full_disk_is_told():
+    async with serving() as served:
+        with open("/dev/full", "w") as full:  # noqa: ASYNC230, PTH123
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "mini_infer.client", "generate", "Hi", "--address", served.address),
+                stdout=full,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, stderr = await process.communicate()
+    assert (process.returncode, stderr) == (1, b"error: [Errno 28] No space left on device\n")
+
+
+async def test_an_encoding_without_the_character_is_no_failure():
+    async with serving() as served:
+        done = await mini_infer("generate", "wörld", address=served.address, PYTHONIOENCODING="ascii")
+    assert (done.status, done.stdout) == (0, "w?rld")
