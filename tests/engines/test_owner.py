@@ -152,9 +152,11 @@ def test_close_fails_what_is_left_and_is_idempotent():
 
 def test_close_before_start_and_during_load():
     ScriptedEngine().close()
-    engine = ScriptedEngine(load_s=3600)
-    engine.start(Recorder())
+    engine, recorder = ScriptedEngine(load_s=3600), Recorder()
+    engine.start(recorder)
+    recorder.wait_state(EngineState.LOADING)
     engine.close()
+    assert [event.state for event in recorder.events()] == [EngineState.LOADING, EngineState.DRAINING]
 
 
 def test_close_gives_up_on_a_step_that_hangs(monkeypatch):

@@ -232,6 +232,8 @@ class OwnedEngine(ABC):
         self._change_state(EngineState.LOADING)
         try:
             self._text = self._load()
+            if self._closing.is_set():
+                return
             self._change_state(EngineState.WARMING_UP)
             self._warm_up()
         except LoadError:
