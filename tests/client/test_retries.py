@@ -205,4 +205,3 @@ async def test_queue_timeouts_are_told_apart_by_reason_not_by_status():
         with pytest.raises(QueueTimeout):
             async for _ in client.stream(prompt="Hi"):
                 pass
-

@@ -18,16 +18,16 @@ async def test_a_terminal_is_told_what_is_waited_for():
         serving(engine, wait_ready=False) as served,
         on_terminal("generate", "--wait", "60", "1", address=served.address) as first,
     ):
-            await first.until("waiting for the model: scripted/0 (loading)")
-            load.set()
-            await first.until("reading 1 tokens on engine scripted/0")
-            async with on_terminal("generate", "2", address=served.address) as second:
-                await second.until("waiting in the queue")
-                gate.open()
-                assert "finished: eos" in await first.rest()
-                shown = await second.rest()
-                assert "a\r\n" in shown
-                assert "finished: eos" in shown
+        await first.until("waiting for the model: scripted/0 (loading)")
+        load.set()
+        await first.until("reading 1 tokens on engine scripted/0")
+        async with on_terminal("generate", "2", address=served.address) as second:
+            await second.until("waiting in the queue")
+            gate.open()
+            assert "finished: eos" in await first.rest()
+            shown = await second.rest()
+            assert "a\r\n" in shown
+            assert "finished: eos" in shown
 
 
 async def test_no_color_means_no_color():
@@ -77,31 +77,31 @@ async def test_a_conversation_on_a_terminal():
         unruly_server(script) as server,
         on_terminal("chat", "--system", "Be nice", address=server.address) as terminal,
     ):
-            for line in ("one", "bad", "long"):
-                await terminal.until("> ")
-                terminal.type(f"{line}\n")
-                if line == "one":
-                    assert "you said one" in await terminal.until("finished: eos")
-                elif line == "bad":
-                    await terminal.until("error: the server sent `delta` before `started`")
-            await terminal.until("an endless")
-            terminal.process.send_signal(signal.SIGINT)
-            await terminal.until("TTFT 7 ms, 1 token, cancelled; this turn is forgotten")
-            await asyncio.wait_for(server.cancelled.wait(), 10)
+        for line in ("one", "bad", "long"):
             await terminal.until("> ")
-            await terminal.interrupt_until("Ctrl-D or /exit leaves")
-            await terminal.until("> ")
-            terminal.type("two\n")
-            await terminal.until("you said two")
-            await terminal.until("> ")
-            terminal.type("/reset\n")
-            await terminal.until("> ")
-            terminal.type("three\n")
-            await terminal.until("you said three")
-            await terminal.until("> ")
-            terminal.type("\x04")
-            await terminal.rest()
-            assert terminal.process.returncode == 0
+            terminal.type(f"{line}\n")
+            if line == "one":
+                assert "you said one" in await terminal.until("finished: eos")
+            elif line == "bad":
+                await terminal.until("error: the server sent `delta` before `started`")
+        await terminal.until("an endless")
+        terminal.process.send_signal(signal.SIGINT)
+        await terminal.until("TTFT 7 ms, 1 token, cancelled; this turn is forgotten")
+        await asyncio.wait_for(server.cancelled.wait(), 10)
+        await terminal.until("> ")
+        await terminal.interrupt_until("Ctrl-D or /exit leaves")
+        await terminal.until("> ")
+        terminal.type("two\n")
+        await terminal.until("you said two")
+        await terminal.until("> ")
+        terminal.type("/reset\n")
+        await terminal.until("> ")
+        terminal.type("three\n")
+        await terminal.until("you said three")
+        await terminal.until("> ")
+        terminal.type("\x04")
+        await terminal.rest()
+        assert terminal.process.returncode == 0
     asked = [[(said.role, said.content) for said in request.chat.messages] for request in server.requests]
     system, one = ("system", "Be nice"), [("user", "one"), ("assistant", "you said one")]
     assert asked == [

@@ -1,9 +1,10 @@
 """The asynchronous client and the `mini-infer` command. Needs no torch."""
-# ruff: noqa: E402  # gRPC reads its setting while it is imported
 
 import os
 
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its documented default; unset, grpcio 1.85 notes every lost connection
+# gRPC reads this while it is imported. ERROR is its documented default, but unset, grpcio 1.85 writes a note to
+# standard error whenever a server goes away.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 from mini_infer.client.client import Client
 from mini_infer.client.errors import (

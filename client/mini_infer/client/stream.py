@@ -80,7 +80,7 @@ class GenerationStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.cancel()
-        if not self._progress.ag_running:  # else a reader in another task was left behind, and its loop ends now
+        with suppress(RuntimeError):  # a reader in another task is inside; it was just told to end
             await self._progress.aclose()
 
     async def wait_started(self) -> Started | None:

@@ -1,4 +1,4 @@
-"""`mini-infer chat`: a conversation. Reads lines while no loop runs, so that Ctrl-C means what it should in each half."""
+"""`mini-infer chat`: a conversation. Reads lines while no loop runs, so that Ctrl-C means the right thing."""
 
 from __future__ import annotations
 

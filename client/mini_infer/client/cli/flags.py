@@ -1,4 +1,4 @@
-"""The flags that shape a generation, each written once: the keywords of `Client.stream` that a command line can hold."""
+"""The flags that shape a generation, each written once: keywords of `Client.stream` that a command line can hold."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mini_infer.client import Client, Delta, Engine, GenerationStream, Message, MiniInferError
+from mini_infer.client import Client, Engine, GenerationStream, Message, MiniInferError
 from mini_infer.client.cli.output import Spinner, say, summary, tolerate_any_text, write, write_json
 from mini_infer.client.cli.run import OK, UsageError
 
