@@ -472,6 +472,23 @@ def test_a_race_of_tokens_and_endings_has_one_end_and_it_is_last(name):
         assert text_of(events).startswith(full_decode(BYTE, ids).rstrip("\ufffd"))
 
 
+@pytest.mark.parametrize("name", ENDINGS)
+def test_an_ending_waits_until_the_token_before_it_is_out(name):
+    events: list[StreamEvent] = []
+
+    def sink(event: StreamEvent) -> None:
+        if isinstance(event, Delta):
+            ender.start()
+            ender.join(0.05)  # it cannot get through; were there no lock, it would
+        events.append(event)
+
+    streamer = TokenStreamer(BYTE, request=prepared(), sink=sink)
+    ender = threading.Thread(target=ENDINGS[name], args=(streamer,))
+    streamer.push(ord("a"))
+    ender.join(WAIT_S)
+    assert [type(event) for event in events] in ([Delta, Finished], [Delta, Failed])
+
+
 def test_a_tokenizer_that_breaks_still_lets_the_stream_end(monkeypatch):
     tokenizer = ZOO["slow_byte_level"]()
     streamer, events = bound(prepared(), tokenizer)
