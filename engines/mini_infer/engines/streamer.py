@@ -74,7 +74,7 @@ class TokenStreamer(TextIteratorStreamer):
         super().__init__(
             tokenizer, skip_prompt or request is not None, timeout, skip_special_tokens=output.skip_special_tokens
         )
-        # Text, and at the end None or an error. SimpleQueue costs a tenth of the base's Queue.
+        # Text, and at the end None or an error. A put costs a tenth of what it does in the base's Queue.
         self.text_queue: SimpleQueue[str | MiniInferError | None] = SimpleQueue()  # type: ignore[assignment]
         self.admitted_ns: int | None = None
         """When the engine took the stream; the engine's to set."""
