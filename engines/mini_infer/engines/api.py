@@ -223,7 +223,11 @@ StreamEvent = Started | Delta | Finished | Failed
 Event = StreamEvent | StateChanged
 
 Emit = Callable[[Sequence[Event]], None]
-"""How an engine hands over what happened: once per step, from its own thread, never blocking."""
+"""How an engine hands over what happened: once per step, from its own thread. It must neither block nor raise.
+
+Two kinds of `Failed` come from another thread: that of a stream which `submit` refuses, from the thread that called it,
+and those of streams left over at `close`.
+"""
 
 
 # --- who does it --------------------------------------------------------------------------------------------------
@@ -273,8 +277,9 @@ class Engine(Protocol):
 
     `start` returns at once; the engine then emits `StateChanged` events until READY (one real generation has
     worked) or FAILED (with a `LoadError`). A submitted stream gets `Started`, any number of `Delta`, and exactly one
-    of `Finished` and `Failed`, whatever happens to the engine; then its slot is free. All methods are safe from
-    any thread and none blocks, but `close`.
+    of `Finished` and `Failed`, whatever happens to the engine; then its slot is free. An engine that tries itself out
+    after a broken step stays READY meanwhile, and the broken stream keeps its slot. FAILED is for good.
+    All methods are safe from any thread and none blocks, but `close`.
     """
 
     @property
@@ -299,13 +304,16 @@ class Engine(Protocol):
 
     @property
     def text(self) -> TextModel:
-        """Its model's tokenizer and limits; only once it is WARMING_UP or READY."""
+        """Its model's tokenizer and limits. Raises `NoReadyEngine` before it is WARMING_UP."""
 
     def start(self, emit: Emit) -> None:
-        """Begins to load on its own thread, and to emit."""
+        """Begins to load on its own thread, and to emit. Raises `RuntimeError` the second time."""
 
     def submit(self, request: PreparedRequest) -> None:
-        """Takes a stream. One that it cannot take any more ends in `Failed`; nothing is raised."""
+        """Takes a stream; one that it cannot take (not READY, or closed) gets its `Failed` before this returns.
+
+        Raises `ValueError` for the key of a stream that it holds.
+        """
 
     def cancel(self, key: str) -> None:
         """Ends a stream within one step, with `Finished` CANCELLED; a key that it does not hold is ignored."""
