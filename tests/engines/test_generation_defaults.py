@@ -8,13 +8,8 @@ from transformers import GenerationConfig, GPT2Config, LlamaConfig, PretrainedCo
 
 from mini_infer.engines.api import Sampling
 from mini_infer.engines.errors import LoadError
-from mini_infer.engines.generation_defaults import (
-    BUILT_IN_SAMPLING,
-    context_length,
-    default_sampling,
-    eos_token_ids,
-    overlay,
-)
+from mini_infer.engines.generation_defaults import context_length, default_sampling, eos_token_ids
+from mini_infer.engines.preparation import BUILT_IN_SAMPLING, overlay
 
 
 class Wrapper(PretrainedConfig):

@@ -12,7 +12,7 @@ from support.tokenizers import CHAT_TEMPLATE, MARKERS, TEXTS, ZOO, byte_level, s
 
 from mini_infer.engines.api import FinishReason, OutputOptions, Request, Sampling, StopConditions
 from mini_infer.engines.errors import InvalidRequest
-from mini_infer.engines.generation_defaults import BUILT_IN_SAMPLING
+from mini_infer.engines.preparation import BUILT_IN_SAMPLING
 
 TEXT = preparer()
 

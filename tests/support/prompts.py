@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mini_infer.engines.api import ChatMessage, ModelInfo, Request
 from mini_infer.engines.errors import InvalidRequest
-from mini_infer.engines.generation_defaults import BUILT_IN_SAMPLING
+from mini_infer.engines.preparation import BUILT_IN_SAMPLING
 from mini_infer.engines.prompt import PromptPreparer
 
 CONTEXT = 100

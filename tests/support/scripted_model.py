@@ -16,8 +16,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from mini_infer.engines.api import ModelInfo
 from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.generate_engine import GenerateEngine
-from mini_infer.engines.generation_defaults import BUILT_IN_SAMPLING
 from mini_infer.engines.model import LoadedModel
+from mini_infer.engines.preparation import BUILT_IN_SAMPLING
 from mini_infer.engines.prompt import PromptPreparer
 
 EOS, END_OF_TURN, NO_TEXT = 256, 258, 600

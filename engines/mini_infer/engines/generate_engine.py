@@ -37,9 +37,9 @@ from mini_infer.engines.api import (
 from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.devices import canonical_label, resolve_device
 from mini_infer.engines.errors import EngineFailed, LoadError, MiniInferError, OutOfMemory, StreamFailed
-from mini_infer.engines.generation_defaults import BUILT_IN_SAMPLING
 from mini_infer.engines.model import LoadedModel, load_model
 from mini_infer.engines.owner import EmitFailed, OwnedEngine, first_line, unstarted_end
+from mini_infer.engines.preparation import BUILT_IN_SAMPLING
 from mini_infer.engines.sampler import Choice, Sampler
 from mini_infer.engines.streamer import TokenStreamer
 from mini_infer.engines.token_bytes import TokenTable

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
 from typing import Any
 
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from mini_infer.engines.api import Sampling
 from mini_infer.engines.errors import LoadError
-
-BUILT_IN_SAMPLING = Sampling(
-    temperature=0.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
-)
+from mini_infer.engines.preparation import BUILT_IN_SAMPLING, overlay
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length", "seq_length")
 
@@ -51,12 +41,6 @@ def eos_token_ids(
 def default_sampling(operator: Sampling, generation: GenerationConfig) -> Sampling:
     """Defaults for what a request leaves open: operator, then the model's generation_config, then built-in."""
     return overlay(operator, overlay(_of_model(generation), BUILT_IN_SAMPLING))
-
-
-def overlay(upper: Sampling, lower: Sampling) -> Sampling:
-    """``upper`` where it says something, else ``lower``."""
-    said = {field.name: value for field in fields(Sampling) if (value := getattr(upper, field.name)) not in (None, {})}
-    return replace(lower, **said)
 
 
 def _of_model(generation: GenerationConfig) -> Sampling:
