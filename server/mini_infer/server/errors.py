@@ -21,6 +21,7 @@ from mini_infer.engines.errors import (
     NotFound,
     OutOfMemory,
     Overloaded,
+    Retryable,
     StreamFailed,
     Unavailable,
 )
@@ -88,24 +89,24 @@ def _details(error: MiniInferError) -> list[Any]:
             reason=error.reason,
         )
         messages.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, Overloaded | Unavailable):
+    if isinstance(error, Retryable):
         messages.append(error_details_pb2.RetryInfo(retry_delay=_retry_delay(error)))
     return [_pack(message) for message in messages]
 
 
-def _retry_delay(error: Overloaded | Unavailable) -> Duration:
+def _retry_delay(error: Retryable) -> Duration:
     delay = Duration()
     delay.FromMilliseconds(_retry_ms(error))
     return delay
 
 
 def _pushback(error: MiniInferError) -> Metadata:
-    if isinstance(error, Overloaded | Unavailable):
+    if isinstance(error, Retryable):
         return ((RETRY_PUSHBACK_KEY, str(_retry_ms(error))),)
     return ()
 
 
-def _retry_ms(error: Overloaded | Unavailable) -> int:
+def _retry_ms(error: Retryable) -> int:
     return max(0, round(error.retry_after_s * 1000))
 
 
