@@ -5,22 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mini_infer.engines.devices import canonical_label, default_devices, resolve_device
+from mini_infer.engines.devices import canonical_label, default_device, resolve_device
 from mini_infer.engines.errors import LoadError
 
 
-@pytest.mark.parametrize(
-    ("num_cuda", "labels"), [(0, ("cpu",)), (1, ("cuda:0",)), (4, ("cuda:0", "cuda:1", "cuda:2", "cuda:3"))]
-)
-def test_default_is_every_visible_gpu_else_the_cpu(num_cuda: int, labels: tuple[str, ...]) -> None:
-    assert default_devices(num_cuda) == labels
+@pytest.mark.parametrize(("num_cuda", "label"), [(0, "cpu"), (1, "cuda:0"), (4, "cuda:0")])
+def test_default_is_the_first_visible_gpu_else_the_cpu(
+    num_cuda: int, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_cuda)
+    assert default_device() == label
 
 
 @pytest.mark.parametrize("visible", ["3", "2,3", "", "GPU-1234"])
 def test_only_torchs_numbering_counts(visible: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert default_devices() == ("cuda:0",)
+    assert default_device() == "cuda:0"
     assert resolve_device("cuda:0") == torch.device("cuda", 0)
     with pytest.raises(LoadError, match="no CUDA device 'cuda:3': torch sees 1, numbered 0 to 0"):
         resolve_device("cuda:3")

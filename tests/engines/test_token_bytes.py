@@ -4,9 +4,13 @@ from hypothesis import strategies as st
 from support.tokenizers import BIG_TOKEN_ID, BIG_TOKEN_TEXT, TEXTS, ZOO, big_token, byte_level, sentencepiece_like
 from tokenizers import decoders
 
-from mini_infer.engines.token_bytes import Scheme, TokenTable, scheme_of, token_bytes
+from mini_infer.engines.token_bytes import Scheme, TokenTable, scheme_of
 
 TOKENIZERS = {name: build() for name, build in ZOO.items()}
+
+
+def token_bytes(tokenizer, token_id, *, skip_special_tokens=True):
+    return TokenTable(tokenizer, skip_special_tokens=skip_special_tokens).token_bytes(token_id)
 
 
 def joined(tokenizer, ids, *, skip=True):

@@ -148,7 +148,6 @@ def loaded(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, eos: froz
         model=model,
         tokenizer=tokenizer,
         text=PromptPreparer(tokenizer=tokenizer, info=info),
-        eos_token_ids=eos,
         device=torch.device("cpu"),
     )
 

@@ -10,11 +10,6 @@ import torch
 from mini_infer.engines.errors import LoadError
 
 
-def num_cuda_devices() -> int:
-    """How many CUDA devices torch can see; 0 where there is no CUDA."""
-    return torch.cuda.device_count()
-
-
 def canonical_label(label: str) -> str:
     """One spelling for each device, so that labels can be compared as strings: "cuda" is "cuda:0", "cpu:0" is "cpu".
 
@@ -39,16 +34,15 @@ def resolve_device(label: str, num_cuda: int | None = None) -> torch.device:
     kind, _, index = canonical_label(label).partition(":")
     if kind == "cpu":
         return torch.device("cpu")
-    count = num_cuda_devices() if num_cuda is None else num_cuda
+    count = torch.cuda.device_count() if num_cuda is None else num_cuda
     if int(index) >= count:
         raise LoadError(f"no CUDA device {label!r}: torch sees {count}{_range_hint(count)}")
     return torch.device("cuda", int(index))
 
 
-def default_devices(num_cuda: int | None = None) -> tuple[str, ...]:
-    """The labels to use where none were asked for: every visible CUDA device, else the CPU."""
-    count = num_cuda_devices() if num_cuda is None else num_cuda
-    return tuple(f"cuda:{index}" for index in range(count)) or ("cpu",)
+def default_device() -> str:
+    """The label to use where none was asked for: the first CUDA device that torch sees, else the CPU."""
+    return "cuda:0" if torch.cuda.device_count() else "cpu"
 
 
 def _range_hint(count: int) -> str:

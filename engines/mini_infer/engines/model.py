@@ -20,7 +20,7 @@ from mini_infer.engines.chat_template import template_of
 from mini_infer.engines.config import DEFAULT_MODEL, EngineConfig
 from mini_infer.engines.default_model import load_default
 from mini_infer.engines.devices import resolve_device
-from mini_infer.engines.errors import InvalidRequest, LoadError, StreamFailed
+from mini_infer.engines.errors import InvalidRequest, LoadError, StreamFailed, one_line
 from mini_infer.engines.generation_defaults import context_length, default_sampling, eos_token_ids
 from mini_infer.engines.model_source import find_source
 from mini_infer.engines.pretrained import load_pretrained, num_embedding_rows, wanted_dtype
@@ -28,8 +28,7 @@ from mini_infer.engines.prompt import PromptPreparer
 from mini_infer.engines.shapes import randomise_weights, shape_config
 from mini_infer.engines.synthetic_tokenizer import synthetic_tokenizer
 
-_logger = logging.getLogger(__name__)
-_MAX_REASON_CHARS = 500
+_log = logging.getLogger(__name__)
 _LOADING = threading.Lock()
 """Loading changes state of the whole process (torch's default dtype, patched initialisers): one at a time."""
 
@@ -41,7 +40,6 @@ class LoadedModel:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     text: PromptPreparer
-    eos_token_ids: frozenset[int]
     device: torch.device
 
 
@@ -60,10 +58,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
             return _finish(config, device, model.eval().requires_grad_(False), tokenizer)
         except LoadError as error:
             message = error.message
-            _logger.debug("loading failed", exc_info=True)
-        except Exception as error:  # loaders raise anything: OSError, KeyError, RuntimeError, errors of their own
-            message = f"{config.model} cannot be loaded: {_one_line(error)}"
-            _logger.debug("loading failed", exc_info=True)
+            _log.debug("loading failed", exc_info=True)
+        except Exception as error:  # noqa: BLE001  # loaders raise anything: OSError, KeyError, errors of their own
+            message = f"{config.model} cannot be loaded: {one_line(error)}"
+            _log.debug("loading failed", exc_info=True)
     # Raised out here, without the frames of the failure: those would keep a half-loaded model in memory for as long
     # as anybody keeps the error.
     raise LoadError(message)
@@ -102,13 +100,12 @@ def _finish(
     if config.chat_template is not None:
         tokenizer.chat_template = _read_template(Path(config.chat_template))
     generation = model.generation_config or GenerationConfig()
-    eos = eos_token_ids(tokenizer, model.config, generation)
     info = ModelInfo(
         source=config.model,
         context_length=context_length(model.config, config.max_context),
         vocab_size=num_embedding_rows(model),
         dtype=str(model.dtype).removeprefix("torch."),
-        eos_token_ids=tuple(sorted(eos)),
+        eos_token_ids=tuple(sorted(eos_token_ids(tokenizer, model.config, generation))),
         has_chat_template=template_of(tokenizer) is not None,
         default_sampling=default_sampling(config.default_sampling, generation),
     )
@@ -118,11 +115,11 @@ def _finish(
     if config.chat_template is not None:
         _try_template(config.chat_template, text)
     _log_loaded(info, model, device)
-    return LoadedModel(model=model, tokenizer=tokenizer, text=text, eos_token_ids=eos, device=device)
+    return LoadedModel(model=model, tokenizer=tokenizer, text=text, device=device)
 
 
 def _log_loaded(info: ModelInfo, model: PreTrainedModel, device: torch.device) -> None:
-    _logger.info(
+    _log.info(
         "loaded %s: %s, %.1fM parameters, %s on %s, attention %s, context %d, torch %s, transformers %s",
         info.source,
         type(model).__name__,
@@ -151,10 +148,6 @@ def _try_template(path: str, text: PromptPreparer) -> None:
         raise LoadError(f"chat_template {path}: {error}") from error
     except InvalidRequest:
         pass
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:_MAX_REASON_CHARS]
 
 
 @contextmanager

@@ -151,11 +151,6 @@ class TokenTable:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, token_id: int, *, skip_special_tokens: bool = True) -> bytes:
-    """`TokenTable.token_bytes` for a single question; keep a `TokenTable` where there are many."""
-    return TokenTable(tokenizer, skip_special_tokens=skip_special_tokens).token_bytes(token_id)
-
-
 def _byte_letters() -> list[str]:
     """GPT-2's letter for each byte (openai/gpt-2, encoder.py): printable ones stay, others move to U+0100 and on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

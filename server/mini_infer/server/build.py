@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mini_infer.engines.api import Engine
-from mini_infer.engines.devices import default_devices, resolve_device
+from mini_infer.engines.devices import default_device, resolve_device
 from mini_infer.engines.generate_engine import GenerateEngine
 from mini_infer.server.app import App
 from mini_infer.server.config import EngineGroup, ModelConfig, ServerConfig
@@ -52,7 +52,7 @@ def _pool(config: ModelConfig) -> Pool:
 
 
 def _devices(group: EngineGroup) -> tuple[str, ...]:
-    labels = group.devices or default_devices()[:1]
+    labels = group.devices or (default_device(),)
     for label in labels:
         resolve_device(label)
     return labels
