@@ -1,8 +1,6 @@
 """Any causal model of Hugging Face through its own ``model.generate``, one stream at a time. Knows no server.
 
-`generate` keeps the loop, the cache and the model's peculiarities. Ours are the choice of the token (a logits
-processor), its way to the reader (a streamer) and the end (a stopping criterion). Decoding is greedy as far as
-`generate` knows: the processor leaves it one token to take.
+What a stream gets and what becomes of one that breaks; how `generate` is driven is in `generate_call`.
 """
 
 from __future__ import annotations
@@ -10,18 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
 
 from mini_infer.engines.api import (
     EngineKind,
@@ -37,17 +25,15 @@ from mini_infer.engines.api import (
 from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.devices import canonical_label, resolve_device
 from mini_infer.engines.errors import EngineFailed, LoadError, MiniInferError, OutOfMemory, StreamFailed
+from mini_infer.engines.generate_call import generate
 from mini_infer.engines.model import LoadedModel, load_model
 from mini_infer.engines.owner import EmitFailed, OwnedEngine, first_line, unstarted_end
 from mini_infer.engines.preparation import BUILT_IN_SAMPLING
-from mini_infer.engines.sampler import Choice, Sampler
+from mini_infer.engines.sampler import Choice
 from mini_infer.engines.streamer import TokenStreamer
 from mini_infer.engines.token_bytes import TokenTable
 
 _log = logging.getLogger(__name__)
-
-HandOver = Callable[[Choice], bool]
-"""Takes a chosen token; says whether it was the last."""
 
 
 class GenerateEngine(OwnedEngine):
@@ -83,7 +69,7 @@ class GenerateEngine(OwnedEngine):
             limit_reason=FinishReason.MAX_NEW_TOKENS,
             output=OutputOptions(),
         )
-        _generate(self._model, request, lambda _: False)
+        generate(self._model, request, lambda _: False)
 
     def _unload(self) -> None:
         self._loaded = self._streamer = None
@@ -154,7 +140,7 @@ class GenerateEngine(OwnedEngine):
             return streamer.finished
 
         try:
-            _generate(self._model, request, hand_over)
+            generate(self._model, request, hand_over)
         except EmitFailed:
             raise
         except StreamFailed as error:
@@ -166,81 +152,6 @@ class GenerateEngine(OwnedEngine):
             return EngineFailed(f"engine {self.engine_id} failed in a step: {first_line(error)}")
         streamer.end()
         return None
-
-
-def _generate(loaded: LoadedModel, request: PreparedRequest, hand_over: HandOver) -> None:
-    """One call of ``model.generate``, told everything, so that nothing is taken from the model's files."""
-    step = _Step(request, loaded.device, hand_over)
-    input_ids = torch.tensor([request.prompt_ids], device=loaded.device)  # [1, num_prompt_tokens]
-    model: Any = loaded.model
-    config = GenerationConfig(do_sample=False, num_beams=1, max_new_tokens=request.stop.max_new_tokens, use_cache=True)
-    with torch.inference_mode():
-        model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            generation_config=config,
-            logits_processor=LogitsProcessorList([_Choose(step)]),
-            stopping_criteria=StoppingCriteriaList([_Stop(step)]),
-            streamer=_Feed(step),
-        )
-
-
-class _Step:
-    """What `generate`'s three hooks share: the token chosen in this step, and whether it was the last.
-
-    Which of the other two hooks comes first differs between versions of transformers. The first one hands the token
-    over, so that the end is known in the same step and no forward pass is run for nothing.
-    """
-
-    def __init__(self, request: PreparedRequest, device: torch.device, hand_over: HandOver) -> None:
-        self._sampler = Sampler(request, device)
-        self._hand_over = hand_over
-        self._choice: Choice | None = None
-        self._is_done = False
-
-    def choose(self, input_ids: Tensor, logits: Tensor) -> int:
-        """The token of this step."""
-        self._choice = self._sampler.choose(input_ids, logits)
-        return self._choice.token_id
-
-    def settle(self) -> bool:
-        """Hands the token over, unless that was done. Returns whether the stream has ended."""
-        choice, self._choice = self._choice, None
-        if choice is not None:
-            self._is_done = self._hand_over(choice)
-        return self._is_done
-
-
-class _Choose(LogitsProcessor):
-    def __init__(self, step: _Step) -> None:
-        self._step = step
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:  # both [1, ...]
-        token_id = self._step.choose(input_ids, scores)
-        only = torch.full_like(scores, float("-inf"))
-        only[0, token_id] = 0.0
-        return only
-
-
-class _Stop(StoppingCriteria):
-    def __init__(self, step: _Step) -> None:
-        self._step = step
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:  # noqa: ARG002  # generate's signature
-        return torch.tensor([self._step.settle()], device=input_ids.device)
-
-
-class _Feed(BaseStreamer):
-    """The way from `generate` to a `TokenStreamer`: as its `put`, but with the log-probability at hand."""
-
-    def __init__(self, step: _Step) -> None:
-        self._step = step
-
-    def put(self, value: Any) -> None:  # noqa: ARG002  # the prompt, then tokens that the step knows already
-        self._step.settle()
-
-    def end(self) -> None:
-        """The engine ends the streamer, also where `generate` never comes here."""
 
 
 def _logprob(table: TokenTable, choice: Choice) -> TokenLogprob | None:
