@@ -39,9 +39,9 @@ async def test_a_queued_stream_is_cancelled_with_its_times() -> None:
         (finished,) = await rest(stream)
         assert isinstance(finished, Finished)
         assert (finished.reason, finished.usage.prompt_tokens) == (FinishReason.CANCELLED, 2)
-        assert stream.timing.tokenize is not None
-        assert stream.timing.total is not None
-        assert stream.timing.queue is None
+        assert stream.timing.tokenize_ns is not None
+        assert stream.timing.total_ns is not None
+        assert stream.timing.queue_ns is None
 
 
 async def test_a_stream_being_tokenized_is_cancelled() -> None:
@@ -65,7 +65,7 @@ async def test_a_running_stream_is_cancelled_by_its_engine() -> None:
         finished = (await reader)[-1]
         assert isinstance(finished, Finished)
         assert (finished.reason, finished.usage.completion_tokens) == (FinishReason.CANCELLED, 2)
-        assert stream.timing.time_to_first_token is not None
+        assert stream.timing.time_to_first_token_ns is not None
         gate.open()
 
 

@@ -117,27 +117,27 @@ async def test_only_the_first_final_event_counts() -> None:
 
 async def test_timing_grows_with_the_events_and_is_the_engines_at_the_end() -> None:
     stream, _ = make_stream()
-    assert (stream.timing.arrival_ns, stream.timing.tokenize, stream.timing.total) == (10, None, None)
+    assert (stream.timing.arrival_ns, stream.timing.tokenize_ns, stream.timing.total_ns) == (10, None, None)
     stream.mark_prepared(prepared(), 15)
-    assert stream.timing.tokenize == 5
+    assert stream.timing.tokenize_ns == 5
     stream.push(Started("k", 30))
-    assert (stream.timing.queue, stream.timing.prefill) == (15, None)
+    assert (stream.timing.queue_ns, stream.timing.prefill_ns) == (15, None)
     stream.push(Delta("k", "", (1,), 1, 60, first_token_ns=60))
-    assert (stream.timing.prefill, stream.timing.time_to_first_token, stream.timing.time_to_first_text) == (
+    assert (stream.timing.prefill_ns, stream.timing.time_to_first_token_ns, stream.timing.time_to_first_text_ns) == (
         30,
         50,
         None,
     )
     stream.push(Delta("k", "a", (2,), 2, 70))
-    assert (stream.timing.time_to_first_text, stream.timing.decode, stream.num_tokens) == (60, 10, 2)
+    assert (stream.timing.time_to_first_text_ns, stream.timing.decode_ns, stream.num_tokens) == (60, 10, 2)
     stream.push(finished())
     timing = stream.timing
     assert timing.times == TIMES
-    assert timing.tokenize is not None
-    assert timing.queue is not None
-    assert timing.prefill is not None
-    assert timing.tokenize + timing.queue + timing.prefill == timing.time_to_first_token
-    assert timing.total is not None
+    assert timing.tokenize_ns is not None
+    assert timing.queue_ns is not None
+    assert timing.prefill_ns is not None
+    assert timing.tokenize_ns + timing.queue_ns + timing.prefill_ns == timing.time_to_first_token_ns
+    assert timing.total_ns is not None
 
 
 async def test_an_end_without_stamps_does_not_untell_what_was_told() -> None:

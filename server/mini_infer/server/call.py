@@ -21,7 +21,7 @@ class PlacementReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One accepted-for-checking generation call. Instants are monotonic nanoseconds."""
+    """One generation call, its fields checked. Instants are monotonic nanoseconds."""
 
     request: Request  # its key is the server's own id
     caller: str  # who may cancel it; today the peer's address without its port
@@ -58,55 +58,57 @@ class Timing:
     ended_ns: int | None = None
 
     @property
-    def tokenize(self) -> int | None:
+    def tokenize_ns(self) -> int | None:
         """From arrival to the end of tokenizing and checking."""
         return _span(self.arrival_ns, self.tokenized_ns)
 
     @property
-    def queue(self) -> int | None:
+    def queue_ns(self) -> int | None:
         """From there until an engine began the prompt."""
         return _span(self.tokenized_ns, self.times.admitted_ns)
 
     @property
-    def prefill(self) -> int | None:
+    def prefill_ns(self) -> int | None:
         """From there until the first token was sampled."""
         return _span(self.times.admitted_ns, self.times.first_token_ns)
 
     @property
-    def time_to_first_token(self) -> int | None:
+    def time_to_first_token_ns(self) -> int | None:
         """From arrival until the first token was sampled."""
         return _span(self.arrival_ns, self.times.first_token_ns)
 
     @property
-    def time_to_first_text(self) -> int | None:
+    def time_to_first_text_ns(self) -> int | None:
         """From arrival until the first text was ready."""
         return _span(self.arrival_ns, self.times.first_text_ns)
 
     @property
-    def decode(self) -> int | None:
+    def decode_ns(self) -> int | None:
         """From the first token to the last."""
         return _span(self.times.first_token_ns, self.times.last_token_ns)
 
     @property
-    def total(self) -> int | None:
+    def total_ns(self) -> int | None:
         """From arrival to the end."""
         return _span(self.arrival_ns, self.ended_ns)
 
     @property
-    def mean_inter_token(self) -> int | None:
+    def mean_inter_token_ns(self) -> int | None:
         """Mean span between two tokens; None below two tokens."""
         gaps = self.times.num_tokens - 1
-        return self.decode // gaps if gaps > 0 and self.decode is not None else None
+        return self.decode_ns // gaps if gaps > 0 and self.decode_ns is not None else None
 
     @property
-    def max_inter_token(self) -> int | None:
+    def max_inter_token_ns(self) -> int | None:
         """Longest span between two tokens; None below two tokens."""
         return self.times.max_gap_ns if self.times.num_tokens > 1 else None
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens after the first per second of decode; 0 below two tokens."""
-        return (self.times.num_tokens - 1) * 1e9 / self.decode if self.times.num_tokens > 1 and self.decode else 0.0
+        return (
+            (self.times.num_tokens - 1) * 1e9 / self.decode_ns if self.times.num_tokens > 1 and self.decode_ns else 0.0
+        )
 
 
 def _span(start_ns: int | None, end_ns: int | None) -> int | None:

@@ -20,7 +20,7 @@ from mini_infer.v1 import generation_pb2 as pb
 def started(event: api.Started, served_by: ServedBy, timing: Timing, prompt_tokens: int) -> pb.GenerateStreamResponse:
     """The first message of a stream."""
     message = pb.GenerationStarted(engine=engine_ref(served_by), prompt_tokens=prompt_tokens)
-    _set_spans(message, queue_duration=timing.queue)
+    _set_spans(message, queue_duration=timing.queue_ns)
     return pb.GenerateStreamResponse(request_id=event.key, started=message)
 
 
@@ -170,10 +170,10 @@ def _first_token(timing: Timing) -> pb.FirstTokenTiming:
     message = pb.FirstTokenTiming()
     _set_spans(
         message,
-        tokenize_duration=timing.tokenize,
-        queue_duration=timing.queue,
-        prefill_duration=timing.prefill,
-        time_to_first_token=timing.time_to_first_token,
+        tokenize_duration=timing.tokenize_ns,
+        queue_duration=timing.queue_ns,
+        prefill_duration=timing.prefill_ns,
+        time_to_first_token=timing.time_to_first_token_ns,
     )
     return message
 
@@ -183,15 +183,15 @@ def _timing(timing: Timing, arrival_wall_ns: int) -> pb.Timing:
     message.arrival_time.FromNanoseconds(arrival_wall_ns)
     _set_spans(
         message,
-        tokenize_duration=timing.tokenize,
-        queue_duration=timing.queue,
-        prefill_duration=timing.prefill,
-        time_to_first_token=timing.time_to_first_token,
-        time_to_first_text=timing.time_to_first_text,
-        decode_duration=timing.decode,
-        total_duration=timing.total,
-        mean_inter_token=timing.mean_inter_token,
-        max_inter_token=timing.max_inter_token,
+        tokenize_duration=timing.tokenize_ns,
+        queue_duration=timing.queue_ns,
+        prefill_duration=timing.prefill_ns,
+        time_to_first_token=timing.time_to_first_token_ns,
+        time_to_first_text=timing.time_to_first_text_ns,
+        decode_duration=timing.decode_ns,
+        total_duration=timing.total_ns,
+        mean_inter_token=timing.mean_inter_token_ns,
+        max_inter_token=timing.max_inter_token_ns,
     )
     return message
 

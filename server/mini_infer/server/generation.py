@@ -111,8 +111,8 @@ class Generation:
         stream = self._stream
         if stream and stream.served_by:
             trailers.append((ENGINE_ID_KEY, quote(stream.served_by.engine_id)))  # metadata is ASCII, names need not be
-        if stream and stream.timing.time_to_first_token is not None:
-            trailers.append((TTFT_KEY, _ms(stream.timing.time_to_first_token)))
+        if stream and stream.timing.time_to_first_token_ns is not None:
+            trailers.append((TTFT_KEY, _ms(stream.timing.time_to_first_token_ns)))
         return (*trailers, (NUM_TOKENS_KEY, str(self._num_tokens)))
 
     def _why_left(self) -> str:
@@ -131,8 +131,8 @@ class Generation:
             "outcome": self._outcome or self._why_left(),
             "prompt_tokens": _prompt_tokens(stream),
             "tokens": stream.num_tokens if stream else 0,
-            "queue_ms": _ms(timing.queue if timing else None),
-            "ttft_ms": _ms(timing.time_to_first_token if timing else None),
+            "queue_ms": _ms(timing.queue_ns if timing else None),
+            "ttft_ms": _ms(timing.time_to_first_token_ns if timing else None),
             "total_ms": _ms(time.monotonic_ns() - self._arrival_ns),
         }
         return "generation " + " ".join(f"{name}={_quoted(str(value))}" for name, value in facts.items())
