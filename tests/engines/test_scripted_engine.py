@@ -169,6 +169,17 @@ def test_all_running_streams_get_one_token_in_every_step_and_one_emit():
         assert engine.stats().last_step_ns is not None
 
 
+def test_a_gate_of_two_streams_lets_no_token_more_through_than_it_was_told():
+    gate = Gate()
+    with running(Script(tokens=["x "], repeat=True, gate=gate), max_running=2) as (engine, recorder):
+        for key in "ab":
+            ask(engine, key)
+            recorder.wait_started(key)
+        gate.allow(3)
+        recorder.wait_for(lambda: sum(map(recorder.num_tokens, "ab")) >= 3)
+    assert sum(map(recorder.num_tokens, "ab")) == engine.stats().generated_tokens == 3
+
+
 def test_the_third_of_two_waits_for_a_slot():
     gates = {key: Gate() for key in "abc"}
     scripts = {key: Script(tokens=["x"], gate=gate) for key, gate in gates.items()}

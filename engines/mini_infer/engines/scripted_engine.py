@@ -37,10 +37,12 @@ class Gate:
         """Whether a token could pass now."""
         return self._num_allowed >= 1
 
-    def take(self) -> None:
-        """Passes one token through; only where `is_open`."""
+    def take(self) -> bool:
+        """Passes one token through; False where none may pass."""
         with self._lock:
-            self._num_allowed -= 1
+            passes = self.is_open
+            self._num_allowed -= passes
+            return passes
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Has ``wake`` called whenever tokens are let through."""
@@ -132,7 +134,7 @@ class ScriptedEngine(OwnedEngine):
         ready = [stream for stream in self._streams.values() if stream.is_ready]
         self._closing.wait(max((stream.script.step_s for stream in ready), default=0.0))
         interrupted = self._interrupt()
-        moving = [stream for stream in ready if stream not in interrupted]
+        moving = [stream for stream in ready if stream not in interrupted and stream.pass_gate()]
         self.num_steps += bool(moving)
         for stream in moving:
             self._advance(stream)
@@ -180,8 +182,6 @@ class ScriptedEngine(OwnedEngine):
                 raise error
             self._leave(stream, stream.answer.fail(error))
         else:
-            if stream.script.gate is not None:
-                stream.script.gate.take()
             events = stream.answer.push(stream.script.token(number - 1))
             if stream.answer.ended:
                 self._leave(stream, events)
@@ -217,3 +217,7 @@ class _Stream:
     @property
     def is_ready(self) -> bool:
         return self.script.gate is None or self.script.gate.is_open
+
+    def pass_gate(self) -> bool:
+        """Whether it makes its next token now: of several at one gate, only as many as it lets through."""
+        return self.script.gate is None or self.script.gate.take()
