@@ -127,18 +127,13 @@ async def services(channel: grpc.aio.Channel) -> list[str]:
 # --- while nothing comes ------------------------------------------------------------------------------------------
 
 
-async def header_during_prefill(prefill_s: float) -> None:
-    async with serving(ScriptedEngine(scripts=Script(tokens=["a"], prefill_s=prefill_s))) as served:
-        began_s = time.monotonic()
-        call = served.generation.GenerateStream(pb.GenerateRequest(prompt="x"))
-        assert dict(await call.initial_metadata())["mini-infer-request-id"]
-        assert (await call.read()).HasField("started")
-        assert time.monotonic() - began_s < prefill_s
-        assert (await outcome(call)).text == "a"
-
-
 async def test_the_header_comes_while_the_prompt_is_worked_on() -> None:
-    await header_during_prefill(2)
+    async with serving(ScriptedEngine(scripts=Script(tokens=["a"], prefill_s=3600))) as served:
+        call = served.generation.GenerateStream(pb.GenerateRequest(prompt="x"))
+        async with asyncio.timeout(20):
+            assert dict(await call.initial_metadata())["mini-infer-request-id"]
+            assert (await call.read()).HasField("started")
+        call.cancel()
 
 
 @pytest.mark.full
@@ -253,7 +248,7 @@ async def test_streams_finish_within_the_grace_and_the_rest_is_told() -> None:
         stopping = asyncio.ensure_future(served.app.stop())
         told = await asyncio.gather(outcome(short), outcome(long))
         await stopping
-        assert time.monotonic() - began_s < 1.5 + 2
+        assert time.monotonic() - began_s < 1.5 + 10  # alone, the long one takes 80 s
     assert told[0].code is Code.OK
     assert (told[1].code, told[1].reason) == (Code.UNAVAILABLE, "DRAINING")
     assert told[1].trailers["mini-infer-ttft-ms"]
