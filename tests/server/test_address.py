@@ -23,7 +23,7 @@ def test_a_taken_port_says_so() -> None:
             listen_address("127.0.0.1", port)
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1", "a..b", 70 * "a"])
 def test_an_address_of_somebody_else_says_so(host: str) -> None:
     with pytest.raises(CannotListen, match=f"cannot listen on {host}:0: "):
         listen_address(host, 0)

@@ -165,6 +165,8 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     ([], {"MINI_INFER_ENGINE": "replica"}, "engine 'replica' is not in this version"),
     (["--config", "/no/such/file.toml"], {}, "/no/such/file.toml: No such file"),
     (["--config", "/"], {}, "/: Is a directory"),
+    (["--served-model-name", "a\udcff"], {}, "--served-model-name must be UTF-8 without NUL, not 'a\\udcff'"),
+    ([], {"MINI_INFER_MODEL": "\udcff"}, "MINI_INFER_MODEL must be UTF-8"),
 ]
 
 
@@ -199,6 +201,12 @@ FILE_MISTAKES = [
     ("[models.one]\nsource = 'x'\n[[models.one.engines]]\nsize = 1", "unknown key 'size'"),
     ("[server]\nmodel = 'x'\n[models.one]\nsource = 'x'", "model cannot be set beside the file's [models]"),
     ("[server\n", "not TOML"),
+    ("a = " + 5000 * "[", "not TOML"),
+    ("a = " + 5000 * "1", "not TOML"),
+    ("[server]\ngrace = 1" + 400 * "0", "[server] grace must be a number"),
+    ("[models.one]\nsource = 'x'\nsampling = { temperature = 1" + 400 * "0" + " }", "a number that is too large"),
+    ("[server]\nhost = 'unix:a\\u0000'".replace("'", '"'), "[server] host must be UTF-8 without NUL"),
+    ('[models.one]\nsource = "a\\u0000"', "source must be UTF-8 without NUL"),
 ]
 
 

@@ -86,7 +86,7 @@ def test_a_signal_before_anything_is_loaded_ends_at_once_and_quietly(number: int
         assert (process.communicate(timeout=WAIT_S)[1], process.returncode) == ("", 128 + number)
 
 
-@pytest.mark.parametrize("redirection", [">&- 2>&-", ">/dev/full 2>/dev/full", ">&{broken} 2>&{broken}"])
+@pytest.mark.parametrize("redirection", [">&- 2>&-", ">/dev/full 2>/dev/full", ""])
 def test_nobody_has_to_hear_what_a_server_says(redirection: str) -> None:
     reader, broken = os.pipe()
     os.close(reader)
@@ -94,8 +94,9 @@ def test_nobody_has_to_hear_what_a_server_says(redirection: str) -> None:
         "import os; from mini_infer.server.run import say, complain\n"
         "say('serving'); complain(RuntimeError('no')); os._exit(7)"
     )
-    words = ["sh", "-c", f'exec "$0" -c "$1" {redirection.format(broken=broken)}', sys.executable, program]
-    assert subprocess.run(words, pass_fds=[broken], timeout=WAIT_S, check=False).returncode == 7
+    words = ["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, program]
+    told = subprocess.run(words, stdout=broken, stderr=broken, timeout=WAIT_S, check=False)
+    assert told.returncode == 7
     os.close(broken)
 
 

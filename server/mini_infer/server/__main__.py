@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -12,13 +14,17 @@ from mini_infer.engines.errors import LoadError
 from mini_infer.server.address import CannotListen, listen_address
 from mini_infer.server.config import ServerConfig, load_config
 from mini_infer.server.options import ConfigError
-from mini_infer.server.run import EXIT_AT_ONCE, EXIT_FAILED, complain, run, say
+from mini_infer.server.run import EXIT_FAILED, complain, run, say
 
 EXIT_USAGE = 2
 
 
 def main() -> NoReturn:
     """Serves, and exits: 0 after a drain, 2 for a configuration that cannot be meant, 1 for one that does not work."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_at_once)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name need not be in its encoding
     try:
         config = load_config(sys.argv[1:], os.environ)
         _log_to_stderr(config.log_level)
@@ -34,10 +40,16 @@ def main() -> NoReturn:
     except LoadError as error:
         complain(error)
         code = EXIT_FAILED
-    except KeyboardInterrupt:  # before the signals are heeded
-        code = EXIT_AT_ONCE
     logging.shutdown()
     os._exit(code)  # a thread that still loads a model would be waited for
+
+
+def _end_at_once(number: int, _: object) -> NoReturn:
+    """Until `run` heeds the signals there is nothing to drain. As process 1 of a container we would be sent none else.
+
+    Asyncio's own way with SIGINT would first let the import of torch end.
+    """
+    os._exit(128 + number)
 
 
 def _log_to_stderr(level: str) -> None:

@@ -49,9 +49,11 @@ def bound_address(address: str, port: int) -> str:
 
 
 def _require_free_port(host: str, port: int) -> None:
-    for family, kind, protocol, _, place in socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    ):
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError as error:
+        raise CannotListen(f"cannot listen on {_join(host, port)}: not the name of a host") from error
+    for family, kind, protocol, _, place in places:
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: not TIME_WAIT, but listeners
             probe.bind(place)

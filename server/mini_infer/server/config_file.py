@@ -45,7 +45,7 @@ def read_file(path: Path) -> File:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's own error is a ValueError, as that of a number of miles
         raise ConfigError(f"{path}: not TOML: {error}") from None
     _require_known(content, ("server", "models"), f"{path}:")
     models = _table(content.get("models", {}), f"{path}: models")
@@ -86,6 +86,8 @@ def _sampling(table: Mapping[str, Any], where: str) -> Sampling:
     sampling = Sampling(**table)
     try:
         check_sampling(sampling)
+    except OverflowError:
+        raise ConfigError(f"{where} holds a number that is too large") from None
     except InvalidRequest as error:
         raise ConfigError(f"{where} {error.field.removeprefix('sampling.')} {error.message}") from None
     return sampling

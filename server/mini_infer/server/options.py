@@ -5,6 +5,7 @@ One rule gives a setting its three names: ``max_queue`` in the file is ``--max-q
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,16 +55,23 @@ class Option:
         """Its value from TOML, where types are known. Raises `ConfigError`."""
         if self.kind is tuple and isinstance(value, list) and all(isinstance(each, str) for each in value):
             return tuple(value)
-        if self.kind is float and type(value) is int:
+        if self.kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             return float(value)
         if type(value) is not self.kind:
             raise ConfigError(f"{where} must be {_WORDS[self.kind]}, not {value!r}")
         return self._chosen(value, where)
 
     def _chosen(self, value: Any, where: str) -> Any:
+        if isinstance(value, str) and not _is_plain(value):
+            raise ConfigError(f"{where} must be UTF-8 without NUL, not {value!r}")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{where} must be one of {', '.join(self.choices)}, not {value!r}")
         return value
+
+
+def _is_plain(text: str) -> bool:
+    """Whether the system takes it as a name and a message can carry it. Bytes that are not UTF-8 come as surrogates."""
+    return "\0" not in text and text == text.encode("utf-8", "ignore").decode()
 
 
 def _from_text(kind: type, text: str) -> Any:

@@ -7,6 +7,8 @@ import logging
 import os
 import signal
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 from mini_infer.engines.errors import LoadError
 from mini_infer.server.address import CannotListen
@@ -40,14 +42,21 @@ async def run(app: App) -> int:
 
 def say(line: str) -> None:
     """To stdout, for people and for programs that started this one."""
-    sys.stdout.write(f"{PROGRAM}: {line}\n")
-    sys.stdout.flush()
+    _write(sys.stdout, line)
 
 
 def complain(error: Exception) -> None:
     """To stderr, in one line."""
-    sys.stderr.write(f"{PROGRAM}: error: {' '.join(str(error).split())}\n")
-    sys.stderr.flush()
+    _write(sys.stderr, f"error: {' '.join(str(error).split())}")
+
+
+def _write(stream: TextIO | None, line: str) -> None:
+    """A stream that is closed, full or read by nobody any more is no reason not to serve."""
+    if stream is None:
+        return
+    with suppress(OSError):
+        stream.write(f"{PROGRAM}: {line}\n")
+        stream.flush()
 
 
 async def _ready_before(stopping: asyncio.Event, app: App) -> bool:
