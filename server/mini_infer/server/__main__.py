@@ -45,9 +45,9 @@ def main() -> NoReturn:
 
 
 def _end_at_once(number: int, _: object) -> NoReturn:
-    """Until `run` heeds the signals there is nothing to drain. As process 1 of a container we would be sent none else.
+    """What signals do until `run` heeds them: there is nothing to drain yet.
 
-    Asyncio's own way with SIGINT would first let the import of torch end.
+    Without a handler, process 1 of a container gets no SIGTERM; and asyncio's own for SIGINT waits for torch's import.
     """
     os._exit(128 + number)
 

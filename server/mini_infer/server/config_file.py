@@ -45,7 +45,7 @@ def read_file(path: Path) -> File:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # TOML's own error is a ValueError, as that of a number of miles
+    except (ValueError, RecursionError) as error:  # of TOML, of Unicode, of a number with thousands of digits
         raise ConfigError(f"{path}: not TOML: {error}") from None
     _require_known(content, ("server", "models"), f"{path}:")
     models = _table(content.get("models", {}), f"{path}: models")

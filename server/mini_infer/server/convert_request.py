@@ -6,6 +6,7 @@ A wrong value raises `InvalidRequest` with the path of its field in the message 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 
 from google.protobuf.duration_pb2 import Duration
@@ -32,6 +33,8 @@ ENGINE_KINDS = {
     pb.ENGINE_KIND_PIPELINE: EngineKind.PIPELINE,
     pb.ENGINE_KIND_SCRIPTED: EngineKind.SCRIPTED,
 }
+
+_ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 _SAMPLING_RANGES = {  # low, high, whether it must be above low
     "temperature": (0, 100, False),
@@ -135,8 +138,10 @@ def _chat(message: pb.Chat) -> tuple[ChatMessage, ...]:
     if num_bytes > MAX_PROMPT_BYTES:
         raise InvalidRequest("chat", f"must be at most {MAX_PROMPT_BYTES:,} bytes, not {num_bytes:,}")
     for index, each in enumerate(message.messages):
-        if not each.role:
-            raise InvalidRequest(f"chat.messages[{index}].role", "must not be empty")
+        if not _ROLE.fullmatch(each.role):
+            raise InvalidRequest(
+                f"chat.messages[{index}].role", 'must be 1 to 64 characters: ASCII letters, digits, "_", "-" and "."'
+            )
     return tuple(ChatMessage(each.role, each.content) for each in message.messages)
 
 
