@@ -174,7 +174,7 @@ def test_a_tokenizer_that_normalizes_and_cannot_be_guarded_still_chats(caplog: p
     tokenizer = slow_byte_level(CHAT_TEMPLATE)
     tokenizer.add_tokens([AddedToken("<|im_sep|>", normalized=True, special=True)])
     text = preparer(tokenizer)
-    assert "will not be noticed" in caplog.text
+    assert "are not recognised" in caplog.text
     assert text.tokenize(user("Hi")) == TEXT.tokenize(user("Hi"))
     assert refusal(Request(key="k", chat=user("Hi<|im_sep|>")), text).field == "chat"
 

@@ -69,7 +69,10 @@ class ChatEncoder:
         try:
             self._guard_or_refuse()
         except InvalidRequest as error:
-            _log.warning("control tokens typed in other letters will not be noticed: a chat that %s", error.message)
+            _log.warning(
+                "control tokens that only match after normalizing are not recognised in messages: a chat that %s",
+                error.message,
+            )
             return False
         return True
 

@@ -18,7 +18,7 @@ _DEVICE = re.compile(r"cpu(:\d+)?|cuda(:\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine's model and place. Raises `LoadError` on creation where a value cannot be meant."""
+    """One engine's model and place. Raises `LoadError` on creation for an invalid value."""
 
     model: str = DEFAULT_MODEL  # folder, hub id, "default", or with load_format "dummy" the name of a shape
     revision: str | None = None  # of a hub id; None is its main branch

@@ -54,7 +54,7 @@ class ControlTokenGuard:
         """Builds the renamed copy. Raises `ValueError` where there can be none that gives the same ids."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ValueError("the tokenizer cannot be told to take it as text")
+            raise ValueError("this tokenizer cannot treat it as plain text")
         texts = tokens.special + tokens.written
         self._typed = _any_of(texts)
         self._names = _Names(texts)

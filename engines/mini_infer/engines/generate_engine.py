@@ -94,7 +94,7 @@ class GenerateEngine(OwnedEngine):
         """Runs one stream from its first token to its end."""
         try:
             streamer = TokenStreamer(self._model.tokenizer, request=request, sink=self._post)
-        except ValueError as error:  # stop strings that cannot be meant
+        except ValueError as error:  # an empty stop string
             self._post(unstarted_end(request, StreamFailed(first_line(error))))
             return
         self._streamer = streamer

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from mini_infer.engines.api import Event, Failed, Finished, FinishReason, PreparedRequest, Started, StateChanged
 from mini_infer.engines.errors import MiniInferError
 
-Why = FinishReason | MiniInferError
+Interruption = FinishReason | MiniInferError
 """What ends a stream from outside: CANCELLED, or the error that it fails with."""
 
 
@@ -108,8 +108,10 @@ class Inbox:
             num_free = self._max_running - len(self.running)
             return [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
 
-    def remove_waiting(self, why: Callable[[PreparedRequest], Why | None]) -> list[tuple[PreparedRequest, Why]]:
-        """Takes out the waiting streams for which ``why`` gives something."""
+    def remove_waiting(
+        self, why: Callable[[PreparedRequest], Interruption | None]
+    ) -> list[tuple[PreparedRequest, Interruption]]:
+        """Takes out the waiting streams for which ``why`` names an interruption, and returns both."""
         with self._changed:
             removed = [(request, found) for request in self._waiting if (found := why(request)) is not None]
             for request, _ in removed:

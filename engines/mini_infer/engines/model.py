@@ -109,7 +109,7 @@ def _finish(
         has_chat_template=template_of(tokenizer) is not None,
         default_sampling=default_sampling(config.default_sampling, generation),
     )
-    # `generate` fills what it is not told from here: a file's max_length or penalty would win over our own defaults.
+    # `generate` takes from here what it is not given: a file's max_length or penalty would win over our own defaults.
     model.generation_config = GenerationConfig()
     text = PromptPreparer(tokenizer=tokenizer, info=info)
     if config.chat_template is not None:
@@ -141,7 +141,7 @@ def _read_template(path: Path) -> str:
 
 
 def _try_template(path: str, text: PromptPreparer) -> None:
-    """A template that breaks on the simplest conversation is told at start; one may refuse it for its own reasons."""
+    """Fails the load for a template that breaks on the simplest conversation; one may refuse it for its own reasons."""
     try:
         text.tokenize((ChatMessage("user", "Hello"),))
     except StreamFailed as error:

@@ -42,7 +42,7 @@ from mini_infer.engines.errors import (
     MiniInferError,
     NoReadyEngine,
 )
-from mini_infer.engines.inbox import Inbox, Why
+from mini_infer.engines.inbox import Inbox, Interruption
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class OwnedEngine(ABC):
 
     @abstractmethod
     def _abandon(self, error: MiniInferError) -> None:
-        """Lets go of the running streams and posts their last events; those that it cannot give are made up for."""
+        """Ends the running streams and posts their last events; a stream that it leaves out is failed by the caller."""
 
     def _unload(self) -> None:  # noqa: B027  # some have nothing to free
         """Frees the device."""
@@ -172,7 +172,7 @@ class OwnedEngine(ABC):
             with suppress(RuntimeError):  # closed before
                 is_joined = self._join(self._executor.submit(self._finish))
         self._executor.shutdown(wait=is_joined)
-        self._try_emit(self._inbox.pass_on(self._rest(self._closed())))
+        self._try_emit(self._inbox.pass_on(self._owed_ends(self._closed())))
 
     def _join(self, finish: Future[None]) -> bool:
         try:
@@ -192,7 +192,7 @@ class OwnedEngine(ABC):
     def _closed(self) -> Draining:
         return Draining(f"engine {self._engine_id} is closed")
 
-    def _rest(self, error: MiniInferError) -> list[Event]:
+    def _owed_ends(self, error: MiniInferError) -> list[Event]:
         return [Failed(key, error, StreamTimes()) for key in self._inbox.owed()]
 
     def _try_emit(self, events: Sequence[Event]) -> None:
@@ -249,7 +249,7 @@ class OwnedEngine(ABC):
         self._post(StateChanged(self._engine_id, state))
         self._flush()
 
-    def _interruption(self, request: PreparedRequest) -> Why | None:
+    def _interruption(self, request: PreparedRequest) -> Interruption | None:
         """What ends a stream from outside: CANCELLED, or the error that it fails with."""
         if request.key in self._inbox.cancelled:
             return FinishReason.CANCELLED
@@ -286,7 +286,7 @@ class OwnedEngine(ABC):
             raise EmitFailed(first_line(error)) from error
 
     def _end(self, state: EngineState, error: MiniInferError) -> None:
-        """Leaves service: tells so, then fails every stream that it holds."""
+        """Leaves service: reports the new state, then fails every stream that it holds."""
         self._error = error if state is EngineState.FAILED else None
         self._state = state
         self._inbox.shut()
@@ -296,7 +296,7 @@ class OwnedEngine(ABC):
             self._abandon(stream_error)
         except Exception:  # noqa: BLE001  # the edge: it is logged, and the streams get their ends
             _log.exception("engine %s: running streams could not be let go in order", self._engine_id)
-        events, self._outbox = [*self._outbox, *self._rest(stream_error)], []
+        events, self._outbox = [*self._outbox, *self._owed_ends(stream_error)], []
         self._try_emit(self._inbox.pass_on(events))
         try:
             self._unload()
@@ -309,7 +309,7 @@ class OwnedEngine(ABC):
         return EngineFailed(f"engine {self._engine_id} failed: {first_line(error)}")
 
 
-def unstarted_end(request: PreparedRequest, why: Why) -> StreamEvent:
+def unstarted_end(request: PreparedRequest, why: Interruption) -> StreamEvent:
     """The end of a stream that never held a slot."""
     if isinstance(why, MiniInferError):
         return Failed(request.key, why, StreamTimes())

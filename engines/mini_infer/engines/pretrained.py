@@ -39,7 +39,7 @@ def load_pretrained(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source.folder, **options)
     else:
         options["gguf_file"] = source.gguf_file
-        AutoConfig.from_pretrained(source.folder, **options)  # an unknown architecture is told before all else
+        AutoConfig.from_pretrained(source.folder, **options)  # fails early for an unknown architecture
         tokenizer = _gguf_tokenizer(source)
         # Unpacked: weights left in their blocks need a kernel that is fetched from the hub, and give other numbers.
         options["quantization_config"] = GgufConfig(dequantize=True)
@@ -48,7 +48,7 @@ def load_pretrained(
         dtype=dtype or "auto",
         device_map=None if device.type == "cpu" else {"": device},
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # so that they are told by name, and refused below
+        ignore_mismatched_sizes=True,  # so that they are reported by name, and refused below
         **options,
     )
     model, report = loaded  # a pair because of output_loading_info
@@ -97,7 +97,7 @@ def _refuse_incomplete(source: Source, report: dict[str, Any]) -> None:
 
 
 def _check_vocabulary(source: Source, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A tokenizer without words is refused; one with more ids than the model is told of, and checked per request."""
+    """Refuses a tokenizer without words; warns of one with more ids than the model, since requests are checked."""
     num_rows = num_embedding_rows(model)
     num_words = len(tokenizer) - len(tokenizer.all_special_ids)
     if num_words < 1:

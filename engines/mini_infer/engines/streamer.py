@@ -33,7 +33,7 @@ from mini_infer.engines.text_decoder import TextDecoder
 
 
 class TokenStreamer(TextIteratorStreamer):
-    """A `TextIteratorStreamer` whose cost per token stays flat, whose text is exact, and which can fail aloud.
+    """A `TextIteratorStreamer` whose cost per token stays flat, whose text is exact, and which can end in an error.
 
     Ids come in by `put` (from ``model.generate``: the prompt first) or by `push`. Text goes out to one reader: whoever
     iterates, in any thread, or ``sink``, which gets `Delta` events and exactly one `Finished` or `Failed`.
@@ -206,7 +206,7 @@ class TokenStreamer(TextIteratorStreamer):
         """
         with self._lock:
             if not self.finished:
-                error = StreamFailed("generation ended before the answer did")
+                error = StreamFailed("generation stopped before the answer was complete")
                 self._close("", self._clock(), None if self._request is None else error)
 
     def _close_at_token(self, token_id: int, now_ns: int) -> None:
@@ -229,7 +229,7 @@ class TokenStreamer(TextIteratorStreamer):
         self,
         text: str,
         now_ns: int,
-        outcome: FinishReason | MiniInferError | None,  # None: over, and nobody asked why
+        outcome: FinishReason | MiniInferError | None,  # None: ended, where no request asks for a reason
         *,
         matched: int | str | None = None,
     ) -> None:

@@ -31,9 +31,9 @@ class _Text(Protocol):
 class TextDecoder:
     """Decodes one stream. Text of all steps and of `flush` joined == ``tokenizer.decode(all ids)``, spaces untouched.
 
-    ``step(token_id) -> str`` takes the next id and gives the text that is certain now, often "". Unknown ids are
-    nothing. ``flush() -> str`` gives the rest, once. The one exception to equality: in a byte-fallback run of more than
-    `MAX_HELD_RUN_BYTES` of whole characters that ends in a broken one, the tokenizer's decode turns the whole run
+    ``step(token_id) -> str`` takes the next id and gives the text that is certain now, often "". Unknown ids
+    add nothing. ``flush() -> str`` gives the rest, once. The one exception to equality: in a byte-fallback run of more
+    than `MAX_HELD_RUN_BYTES` of whole characters that ends in a broken one, the tokenizer's decode turns the whole run
     into U+FFFD; here the whole characters stay.
     """
 

@@ -1,4 +1,4 @@
-"""AdminService over a dispatcher: shows engines. Moves none of them in this version."""
+"""AdminService over a dispatcher: lists engines. Watching, draining and resuming them is not in this version."""
 
 # ruff: noqa: ARG002, N802  # gRPC gives the methods their names and arguments
 

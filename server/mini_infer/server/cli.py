@@ -1,4 +1,4 @@
-"""The command line of the server, made from the table of options. Knows words, not what they lead to."""
+"""The command line of the server, made from the table of options. Applies no defaults and reads no other source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server process is told, from flags, environment and file. The only reader of any of the three.
+"""The configuration of a server process, from flags, environment and file. The only reader of any of the three.
 
 A setting is looked for in this order: flag, environment, the model's table in the file, the file's [server] table,
 default. The file::
@@ -68,7 +68,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """All that a server process needs to know. Raises `ConfigError` on creation where a value cannot be meant."""
+    """All that a server process needs to know. Raises `ConfigError` on creation for an invalid value."""
 
     models: tuple[ModelConfig, ...]
     host: str

@@ -137,7 +137,7 @@ class Dispatcher:
         return stream
 
     def cancel(self, ids: Sequence[str], caller: str) -> tuple[list[str], list[str]]:
-        """Ends the caller's streams by the server's ids or by labels. Returns (ids of ours, what was not found)."""
+        """Ends the caller's streams by the server's ids or by labels. Returns (ids ended, names without a match)."""
         found: dict[str, list[str]] = {}
         for queue_stream in self._live.values():
             call = queue_stream[1].call

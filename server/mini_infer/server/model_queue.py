@@ -94,7 +94,7 @@ class ModelQueue:
         if stream.ended:
             return
         if error := future.exception():
-            self.end(stream, stream.failed(_told(error)))
+            self.end(stream, stream.failed(_stream_error(error)))
             return
         stream.mark_prepared(*future.result())
         self.place()
@@ -246,7 +246,7 @@ def _prepare(text: TextModel, request: Request) -> tuple[PreparedRequest, int]:
     return prepared, time.monotonic_ns()
 
 
-def _told(error: BaseException) -> MiniInferError:
+def _stream_error(error: BaseException) -> MiniInferError:
     if isinstance(error, MiniInferError):
         return error
     _log.error("tokenizing failed", exc_info=error)

@@ -12,7 +12,7 @@ from mini_infer.server.policy import POLICIES, PolicyName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """How the streams of one model are queued and placed. Raises `LoadError` where a value cannot be meant."""
+    """How the streams of one model are queued and placed. Raises `LoadError` for an invalid value."""
 
     model: str  # the served name
     policy: PolicyName = "least_loaded"

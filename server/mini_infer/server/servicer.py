@@ -1,4 +1,4 @@
-"""GenerationService over a dispatcher. Each method says its sentence; `generation` knows how a generation goes."""
+"""GenerationService over a dispatcher: converts requests and responses. How one generation runs is in `generation`."""
 
 # ruff: noqa: ARG002, N802  # gRPC gives the methods their names and arguments
 

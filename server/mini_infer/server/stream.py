@@ -176,7 +176,7 @@ class Stream:
         self._ended_ns = time.monotonic_ns()
         if isinstance(final, Finished):
             self.num_tokens = final.usage.completion_tokens
-        # An engine that dies may have lost its stamps; what has been told must not be untold.
+        # An engine that dies may have lost its stamps; what the reader has been given must stay true.
         told, seen = final.times, self._times
         self._times = StreamTimes(
             admitted_ns=_known(told.admitted_ns, seen.admitted_ns),

@@ -69,7 +69,7 @@ def cancelled_summary(first_token: FirstToken | None, num_tokens: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """For people: 1 ms is the smallest thing that is told."""
+    """Whole milliseconds, for people."""
     return f"{seconds * 1e3:.0f} ms"
 
 
@@ -107,7 +107,7 @@ class Spinner:
 
 
 def count_tokens(number: int) -> str:
-    """For people."""
+    """With the noun, for people."""
     return "1 token" if number == 1 else f"{number} tokens"
 
 
