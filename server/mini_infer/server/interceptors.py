@@ -1,6 +1,7 @@
 """The edge between handlers and gRPC: whatever a handler raises leaves as a status, and no other way.
 
-Three traps of grpc.aio are closed here. An `AbortError` is an `Exception` and must pass. A `CancelledError` that is
+Four traps of grpc.aio are closed here. An `AbortError` is an `Exception` and must pass. So is the `InternalError` of
+something that could not be sent, since the client is gone: a status could not be either. A `CancelledError` that is
 not the call's own would send nothing at all, and its client would wait for ever. And a generator of responses would
 be closed only when it is collected, where the client leaves while a message is being written.
 """
@@ -29,7 +30,7 @@ async def error_edge(context: Context, to_status: Callable[[Exception], Status] 
     """Turns an exception of its body into the call's status. Only the call's own cancellation passes."""
     try:
         yield
-    except grpc.aio.AbortError:
+    except (grpc.aio.AbortError, grpc.aio.InternalError):
         raise
     except asyncio.CancelledError as error:
         if _call_is_cancelled():
