@@ -23,6 +23,14 @@ class GoneContext:
         raise grpc.aio.InternalError('Failed "execute_batch"')
 
 
+async def handle(context: GoneContext, *, is_refused: bool) -> None:
+    """As the handler of a stream does it: behind its own edge and the interceptor's."""
+    async with error_edge(context), error_edge(context):
+        if is_refused:
+            raise InvalidRequest("prompt", "is too long")
+        await context.send_initial_metadata()
+
+
 @pytest.mark.parametrize("is_refused", [True, False])
 async def test_a_client_that_is_gone_gets_no_second_status_and_no_trace(
     is_refused: bool, caplog: pytest.LogCaptureFixture
@@ -30,8 +38,5 @@ async def test_a_client_that_is_gone_gets_no_second_status_and_no_trace(
     caplog.set_level(logging.INFO)
     context = GoneContext()
     with pytest.raises(grpc.aio.InternalError):
-        async with error_edge(context), error_edge(context):
-            if is_refused:
-                raise InvalidRequest("prompt", "is too long")
-            await context.send_initial_metadata()
+        await handle(context, is_refused=is_refused)
     assert (context.num_sent, caplog.records) == (1, [])
