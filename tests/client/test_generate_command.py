@@ -63,7 +63,7 @@ async def test_an_argument_that_is_not_utf8_names_the_field():
 async def test_flags_reach_the_request():
     async with unruly_server(polite) as server:
         flags = "--model m --temperature 0 --top-p 0.5 --top-k 0 --min-p 0.1 --seed 7 --max-new-tokens 3"
-        more = "--stop a --stop b --stop-token-id 5 --ignore-eos --max-queue 2.5 --engine-id tiny/0"
+        more = "--stop a --stop b --stop-token-id 5 --ignore-eos --max-queue-duration 2.5 --engine-id tiny/0"
         hidden = "--session-id s --request-id mine --show-special-tokens --logprobs --top-logprobs 2"
         words = f"{flags} {more} {hidden} --output-token-ids --include-stop-string --system S".split()
         done = await mini_infer("generate", "Hi", *words, address=server.address)

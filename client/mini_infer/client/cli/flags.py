@@ -27,7 +27,7 @@ FLAGS: dict[str, Any] = {
     "session_id": _flag(str, "Prefer the engine that served this session before.", PLACEMENT),
     "request_id": _flag(str, "A label of your own, for the server's log.", PLACEMENT),
     "max_queue_duration_s": _flag(
-        float, "Seconds to wait in the queue at most, in each of 3 attempts.", PLACEMENT, "--max-queue"
+        float, "Seconds to wait in the queue at most, in each of 3 attempts.", PLACEMENT, "--max-queue-duration"
     ),
     "temperature": _flag(float, "0 to 100; 0 is greedy.", SAMPLING),
     "top_p": _flag(float, "Above 0, at most 1.", SAMPLING),
