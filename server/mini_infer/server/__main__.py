@@ -20,7 +20,7 @@ EXIT_USAGE = 2
 
 
 def main() -> NoReturn:
-    """Serves, and exits: 0 after a drain, 2 for a configuration that cannot be meant, 1 for one that does not work."""
+    """Serves, and exits: 0 after a drain, 2 for an invalid configuration, 1 for one that does not work here."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_at_once)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -28,7 +28,7 @@ def main() -> NoReturn:
     try:
         config = load_config(sys.argv[1:], os.environ)
         _log_to_stderr(config.log_level)
-        listen_address(config.host, config.port)  # a taken port is told now, not after torch is loaded
+        listen_address(config.host, config.port)  # so that a taken port is reported before torch is loaded
     except ConfigError as error:
         complain(error)
         sys.exit(EXIT_USAGE)
@@ -55,14 +55,14 @@ def _end_at_once(number: int, _: object) -> NoReturn:
 def _log_to_stderr(level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     if level != "debug":
-        handler.addFilter(_tells_no_load_error)
+        handler.addFilter(_is_no_load_error)
     logging.basicConfig(
         level=level.upper(), handlers=[handler], format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
 
 
-def _tells_no_load_error(record: logging.LogRecord) -> bool:
-    """A model that cannot be loaded is told once, in one line, as the process ends."""
+def _is_no_load_error(record: logging.LogRecord) -> bool:
+    """Drops records about a `LoadError`, which is printed once, in one line, as the process ends."""
     values = [*(record.args if isinstance(record.args, tuple) else ()), *(record.exc_info or ())]
     return not any(isinstance(value, LoadError) for value in values)
 

@@ -19,7 +19,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class ConfigError(Exception):
-    """The configuration cannot be meant. The message is one line that names the setting and where it stands."""
+    """The configuration is invalid. The message is one line that names the setting and where it stands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
