@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 from support.events import Recorder, ask, up
+from support.models import ZOO, build_model
 from support.scripted_model import loaded
-from support.tiny_models import CONFIGS, tiny
 from support.tokenizers import byte_level
 from transformers import BartConfig, BartForConditionalGeneration, GenerationConfig
 
@@ -35,10 +35,10 @@ def plain(model, prompt, **wishes):
         return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)[0, len(prompt) :]
 
 
-@pytest.fixture(scope="module", params=list(CONFIGS))
+@pytest.fixture(scope="module", params=list(ZOO))
 def served(request):
     torch.set_num_threads(1)
-    model = tiny(request.param)
+    model = build_model(request.param)
     engine = engine_of(model)
     yield model, engine, up(engine)
     engine.close()
@@ -91,7 +91,7 @@ def test_sampling_repeats_by_seed(served):
 
 
 def test_what_the_models_files_say_is_a_default_and_never_wins(tmp_path, caplog):
-    model = tiny("llama")
+    model = build_model("rand")
     expected = plain(model, PROMPTS[2]).tolist()
     model.generation_config = GenerationConfig(
         max_length=12, temperature=0.6, top_k=20, do_sample=True, repetition_penalty=1.5, eos_token_id=expected[3]

@@ -9,6 +9,7 @@ gpt2, opt    learned absolute positions.
 mistral      sliding window of 8.
 gemma2       window of 8 on every other layer, soft-capped logits.
 mixtral      4 experts, 2 at a time.
+qwen2        biases in the projections of attention.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen2Config,
 )
 
 from mini_infer.engines.shapes import randomise_weights
@@ -91,8 +93,12 @@ def mixtral() -> PretrainedConfig:
     return MixtralConfig(**_LLAMA_LIKE, num_local_experts=4, num_experts_per_tok=2)
 
 
+def qwen2() -> PretrainedConfig:
+    return Qwen2Config(**_LLAMA_LIKE)
+
+
 ZOO: dict[str, Callable[[], PretrainedConfig]] = {
-    build.__name__: build for build in (rand, rand_tied, gpt2, opt, mistral, gemma2, mixtral)
+    build.__name__: build for build in (rand, rand_tied, gpt2, opt, mistral, gemma2, mixtral, qwen2)
 }
 
 
