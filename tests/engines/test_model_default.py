@@ -164,7 +164,9 @@ def test_the_real_default_model(tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(loaded.model(ids).logits, original(ids).logits)
     assert loaded.tokenizer.get_vocab() == its_tokenizer.get_vocab()
-    output = loaded.model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=sorted(loaded.eos_token_ids))
+    output = loaded.model.generate(
+        ids, max_new_tokens=12, do_sample=False, eos_token_id=sorted(loaded.text.info.eos_token_ids)
+    )
     answer = loaded.text.detokenize(output[0, ids.shape[1] :].tolist())
     assert answer == "The capital of France is Paris."
     assert loaded.text.info.context_length == 8192

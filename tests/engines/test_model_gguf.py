@@ -202,7 +202,7 @@ def test_same_ids_and_logits_as_the_source(split: str, tmp_path: Path) -> None:
     assert len(texts) == 200
     for text in texts:
         assert loaded.text.tokenize(text) == tuple(source.backend_tokenizer.encode(text).ids), text
-    assert loaded.eos_token_ids == {source.eos_token_id}
+    assert set(loaded.text.info.eos_token_ids) == {source.eos_token_id}
     assert (loaded.text.info.context_length, loaded.text.info.vocab_size) == (128, VOCAB_SIZE)
     ids = torch.tensor([loaded.text.tokenize((ChatMessage("user", "Hello"),))])
     with torch.no_grad():

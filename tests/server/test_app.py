@@ -313,4 +313,5 @@ async def test_processes_that_are_started_meanwhile_stall_nothing(capfd: pytest.
         await asyncio.gather(*readers, return_exceptions=True)
         await served.idle()
     assert max(gaps_s) < 1
-    assert not capfd.readouterr().err
+    # gRPC itself may note, once, that the stopping server said goodbye to a client that was still there.
+    assert not [line for line in capfd.readouterr().err.splitlines() if "Got goaway" not in line]
