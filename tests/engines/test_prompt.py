@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -163,6 +166,37 @@ def test_detokenize() -> None:
         with pytest.raises(InvalidRequest) as caught:
             TEXT.detokenize((1, bad))
         assert caught.value.field == "token_ids"
+
+
+def longest_hold(work: Callable[[], object]) -> float:
+    """The longest time in which no other thread came to run, as a share of the time that the work took."""
+    ticks = [time.monotonic()]
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.monotonic()
+    work()
+    end = time.monotonic()
+    done.set()
+    thread.join()
+    during = [begin, *(at for at in ticks if begin < at < end), end]
+    return max(later - earlier for earlier, later in pairwise(during)) / (end - begin)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    """Or else all streams and health checks of a server would stand still for that second."""
+    text = preparer()
+    words = "word " * 200_000
+    assert longest_hold(lambda: text.tokenize(words)) < 0.5
+    assert longest_hold(lambda: text.tokenize(user(words))) < 0.5
+    assert longest_hold(lambda: text.tokenize(user(words + MARKERS[0]))) < 0.5
+    ids = text.tokenize(words)
+    assert longest_hold(lambda: text.detokenize(ids)) < 0.5
 
 
 def test_a_truncating_tokenizer_file_does_not_truncate() -> None:

@@ -68,7 +68,7 @@ class ControlTokenGuard:
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a template's output, in which what was masked is ordinary text."""
         unmasked = self._masks.reveal(self._names.hide(text, self._typed))
-        return tuple(self._tokenizer.encode(unmasked, add_special_tokens=False).ids)
+        return tuple(self._tokenizer.encode_batch_fast([unmasked], add_special_tokens=False)[0].ids)
 
 
 class _Names:

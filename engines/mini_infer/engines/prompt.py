@@ -18,7 +18,8 @@ class PromptPreparer:
     """Text to ids and back for one model: the `TextModel` of every engine that has a tokenizer.
 
     Safe from any thread. It talks to the Rust tokenizer directly: calls through Hugging Face's Python class set its
-    padding and truncation each time, which fails with "Already borrowed" where another thread is encoding.
+    padding and truncation each time, which fails with "Already borrowed" where another thread is encoding. It is asked
+    for batches of one: only those let other threads run meanwhile, and a mebibyte of text takes a second.
     """
 
     def __init__(self, *, tokenizer: PreTrainedTokenizerBase, info: ModelInfo) -> None:
@@ -52,7 +53,7 @@ class PromptPreparer:
         """
         check_ids("token_ids", token_ids, self._info)
         if self._backend is not None:
-            return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            return self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         with self._lock:
             text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         assert isinstance(text, str)
@@ -61,6 +62,6 @@ class PromptPreparer:
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Ids of a text; control tokens written in it are control tokens."""
         if self._backend is not None:
-            return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            return tuple(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         with self._lock:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
