@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mini_infer.engines.devices import canonical_label, default_device, resolve_device
+from mini_infer.engines.config import canonical_label
+from mini_infer.engines.devices import default_device, resolve_device
 from mini_infer.engines.errors import LoadError
 
 

@@ -155,6 +155,8 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--devices", ""], {}, "device must look like cpu or cuda:0, not ''"),
     (["--devices", "cpu,cpu"], {}, "'cpu' is named twice"),
     (["--devices", "cuda:0,cuda"], {}, "named twice"),
+    (["--devices", "cuda:1,cuda:01"], {}, "named twice"),
+    (["--devices", "cuda:" + "9" * 5000], {}, "device must look like cpu or cuda:0"),
     (["--engine", "fast"], {}, "--engine must be one of"),
     *[
         (["--engine", kind], {}, f"engine '{kind}' is not in this version; use auto or generate")

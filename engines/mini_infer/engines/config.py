@@ -13,7 +13,7 @@ DEFAULT_MODEL = "default"
 
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DEVICE = re.compile(r"cpu(:\d+)?|cuda(:\d+)?")
+_DEVICE = re.compile(r"(cpu|cuda)(?::([0-9]{1,4}))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +38,22 @@ class EngineConfig:
             self.load_format in LOAD_FORMATS, f"load_format must be one of {LOAD_FORMATS}, not {self.load_format!r}"
         )
         _require(self.dtype in DTYPES, f"dtype must be one of {DTYPES}, not {self.dtype!r}")
-        _require(bool(_DEVICE.fullmatch(self.device)), f"device must look like cpu or cuda:0, not {self.device!r}")
+        canonical_label(self.device)
         for name in ("max_context", "num_threads"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} must be 1 or more, not {value}")
+
+
+def canonical_label(label: str) -> str:
+    """One spelling for each device, so that labels can be compared as strings: "cuda" is "cuda:0", "cpu:0" is "cpu".
+
+    Raises `LoadError` for anything that is not a CPU or CUDA label.
+    """
+    match = _DEVICE.fullmatch(label)
+    if match is None:
+        raise LoadError(f"device must look like cpu or cuda:0, not {label!r}")
+    kind, number = match[1], int(match[2] or 0)
+    return "cpu" if (kind, number) == ("cpu", 0) else f"{kind}:{number}"
 
 
 def _require(holds: bool, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Device labels: how they are written, which of them exist, and which torch device each means.
+"""Device labels: which of them exist here, and which torch device each means.
 
 Only torch's own visible numbering counts; nothing here reads the environment.
 """
@@ -7,19 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from mini_infer.engines.config import canonical_label
 from mini_infer.engines.errors import LoadError
-
-
-def canonical_label(label: str) -> str:
-    """One spelling for each device, so that labels can be compared as strings: "cuda" is "cuda:0", "cpu:0" is "cpu".
-
-    Raises `LoadError` for anything that is not a CPU or CUDA label.
-    """
-    kind, colon, index = label.partition(":")
-    if kind not in ("cpu", "cuda") or (colon and not (index.isascii() and index.isdecimal())):
-        raise LoadError(f"device must look like cpu or cuda:0, not {label!r}")
-    number = int(index or 0)
-    return "cpu" if (kind, number) == ("cpu", 0) else f"{kind}:{number}"
 
 
 def resolve_device(label: str, num_cuda: int | None = None) -> torch.device:

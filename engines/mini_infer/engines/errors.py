@@ -19,13 +19,11 @@ MiniInferError
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 
 class MiniInferError(Exception):
-    """Base of the tree. ``message`` is one line for the caller, ``reason`` a fixed word for programs."""
+    """Base of the tree. ``message`` is for the caller, ``reason`` a word for programs."""
 
-    reason: ClassVar[str] = "INTERNAL"
+    reason: str = "INTERNAL"  # fixed for each class, but for the two that take it from their caller
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -44,7 +42,7 @@ class InvalidRequest(MiniInferError):
         super().__init__(message)
         self.args = (field, message, reason)
         self.field = field
-        self.reason = reason  # type: ignore[misc]  # more precise than the class, e.g. PROMPT_TOO_LONG
+        self.reason = reason  # may be more precise than the class, e.g. PROMPT_TOO_LONG
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"
@@ -56,7 +54,7 @@ class NotFound(MiniInferError):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.args = (message, reason)
-        self.reason = reason  # type: ignore[misc]
+        self.reason = reason
 
 
 class Retryable(MiniInferError):

@@ -22,8 +22,8 @@ from mini_infer.engines.api import (
     TokenLogprob,
     TopLogprob,
 )
-from mini_infer.engines.config import EngineConfig
-from mini_infer.engines.devices import canonical_label, resolve_device
+from mini_infer.engines.config import EngineConfig, canonical_label
+from mini_infer.engines.devices import resolve_device
 from mini_infer.engines.errors import EngineFailed, LoadError, MiniInferError, OutOfMemory, StreamFailed
 from mini_infer.engines.generate_call import generate
 from mini_infer.engines.model import LoadedModel, load_model

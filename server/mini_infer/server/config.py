@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mini_infer.engines.api import Sampling
-from mini_infer.engines.config import DEFAULT_MODEL, EngineConfig
+from mini_infer.engines.config import DEFAULT_MODEL, EngineConfig, canonical_label
 from mini_infer.engines.errors import LoadError
 from mini_infer.server import cli
 from mini_infer.server.config_file import File, read_file
@@ -58,11 +58,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         labels = [label for group in self.groups for label in group.devices]
-        for label in labels:
-            replace(self.engine, device=label)  # looks at its form
-        spelled_out = [label if ":" in label else f"{label}:0" for label in labels]
-        for label, spelled in zip(labels, spelled_out, strict=True):
-            if spelled_out.count(spelled) > 1:
+        devices = [canonical_label(label) for label in labels]
+        for label, device in zip(labels, devices, strict=True):
+            if devices.count(device) > 1:
                 raise ConfigError(f"devices: {label!r} is named twice; every engine has a device of its own")
 
 
