@@ -37,7 +37,6 @@ def plain(model, prompt, **wishes):
 
 @pytest.fixture(scope="module", params=list(ZOO))
 def served(request):
-    torch.set_num_threads(1)
     model = build_model(request.param)
     engine = engine_of(model)
     yield model, engine, up(engine)

@@ -565,7 +565,6 @@ def test_text_that_is_out_cannot_be_cleaned_up():
 
 @pytest.fixture(scope="module")
 def model():
-    torch.set_num_threads(1)
     return build_model("rand")
 
 

@@ -173,7 +173,6 @@ def scripted_engine(
             assert load_gate.wait(WAIT_S)
         if load_error is not None:
             raise load_error
-        torch.set_num_threads(1)
         ends = frozenset({codec.eos_token_id, END_OF_TURN})
         return loaded(model, codec, ends)
 
