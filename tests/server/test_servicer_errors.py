@@ -124,6 +124,13 @@ async def test_a_full_queue_refuses_before_the_header_and_tells_when_to_come_bac
         await served.idle()
 
 
+async def test_every_call_of_a_burst_is_served_or_told_when_to_come_back() -> None:
+    async with serving(max_queue=1) as served:
+        calls = [served.generation.GenerateStream(pb.GenerateRequest(prompt="x")) for _ in range(2500)]
+        told = await asyncio.gather(*map(outcome, calls))
+    assert {each.code for each in told} == {Code.OK, Code.RESOURCE_EXHAUSTED}
+
+
 async def test_a_full_queue_refuses_before_tokenizing() -> None:
     text = GatedText()
     async with serving(ScriptedEngine(text=text), max_queue=1) as served:

@@ -21,10 +21,16 @@ from mini_infer.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_
 LAST_WORDS_S = 1.0
 """How long a drained server lets clients read their last messages."""
 
+MAX_UNREAD_CALLS = 10_000
+"""Calls that wait to be looked at, each with at most the first 64 KiB of its request."""
+
 OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # By default gRPC cuts calls of a burst off as CANCELLED; they are to hear QUEUE_FULL, and when to come back.
+    ("grpc.server.max_pending_requests", MAX_UNREAD_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_UNREAD_CALLS),
     # A client may ping every 10 s, with and without calls: a long prefill sends nothing meanwhile.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
