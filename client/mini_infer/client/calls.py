@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from grpc import aio
 
@@ -13,15 +12,8 @@ from mini_infer.client.errors import ClientClosed
 from mini_infer.client.status import error_from_rpc
 
 
-class RunningCall(Protocol):
-    """What is asked of a gRPC call here."""
-
-    def cancelled(self) -> bool:
-        """Whether this side cancelled it."""
-
-
 @contextmanager
-def our_errors(call: RunningCall) -> Iterator[None]:
+def our_errors(call: aio.Call) -> Iterator[None]:
     """Raises our exceptions in place of gRPC's.
 
     A call that this side cancelled raises CancelledError in whoever reads it, as if that task had been cancelled
