@@ -125,6 +125,8 @@ def test_seed_is_drawn_for_sampling_only() -> None:
 
     assert seed() is None
     assert seed(temperature=0.0, seed=3) is None
+    assert seed(temperature=0.5, top_k=1, seed=3) is None
+    assert seed(temperature=0.5, min_p=1.0, seed=3) is None
     assert seed(temperature=0.5, seed=0) == 0
     assert seed(temperature=0.5, seed=2**64 - 1) == 2**64 - 1
     drawn = {seed(temperature=0.5) for _ in range(50)}

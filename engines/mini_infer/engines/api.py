@@ -61,6 +61,11 @@ class Sampling:
     seed: int | None = None  # unsigned 64 bits
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> -100..100
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether only the most probable token can be chosen. Where several tie, that is the one with the lowest id."""
+        return not self.temperature or self.top_k == 1 or (self.min_p or 0.0) >= 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopConditions:

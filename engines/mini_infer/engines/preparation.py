@@ -100,6 +100,6 @@ def _fit_stop(asked: StopConditions, context_left: int) -> tuple[StopConditions,
 
 def _with_seed(sampling: Sampling) -> Sampling:
     """A seed for sampling, drawn where none was given; none for greedy decoding, which needs none."""
-    if not sampling.temperature:
+    if sampling.is_greedy:
         return replace(sampling, seed=None)
     return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(64))

@@ -71,17 +71,12 @@ class Sampler:
         return scores
 
     def _pick(self, scores: Tensor, position: int) -> Tensor:
-        if is_greedy(self._sampling):
+        if self._sampling.is_greedy:
             return scores.argmax(-1)
         seed = self._sampling.seed
         assert seed is not None, "a request that samples has a seed"
         self._generator.manual_seed(mix(seed, position))
         return draw(truncate(scores, self._sampling), self._generator)
-
-
-def is_greedy(sampling: Sampling) -> bool:
-    """Whether only the most probable token can be chosen. Where several tie, that is the one with the lowest id."""
-    return not sampling.temperature or sampling.top_k == 1 or (sampling.min_p or 0.0) >= 1.0
 
 
 def require_distribution(scores: Tensor, message: str) -> None:
