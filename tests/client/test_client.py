@@ -95,6 +95,34 @@ async def test_tokens_there_and_back():
         assert (await client.generate(messages=chat)).usage.prompt_tokens == num_tokens
 
 
+@pytest.mark.parametrize(
+    ("field", "ask"),
+    [
+        ("text", lambda client: client.tokenize("\ud800")),
+        ("chat.messages", lambda client: client.tokenize([{"role": "user"}])),
+        ("model", lambda client: client.tokenize("x", model=5)),
+        ("token_ids", lambda client: client.detokenize([-1])),
+        ("token_ids", lambda client: client.detokenize("12")),
+        ("request_ids", lambda client: client.cancel(["\ud800"])),
+        ("request_ids", lambda client: client.cancel("12")),
+        ("service", lambda client: client.health("\ud800")),
+        ("service", lambda client: anext(client.watch_health("\ud800"))),
+    ],
+)
+async def test_what_no_field_can_hold_is_refused(field, ask):
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(InvalidArgument, match=field) as caught:
+            await ask(client)
+    assert [wrong.field for wrong in caught.value.field_violations] == [field]
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e300, 1e11])
+async def test_an_endless_timeout_is_none(timeout_s):
+    async with serving() as server, Client(server.address) as client:
+        assert (await client.generate(prompt="Hi", timeout_s=timeout_s)).text == "Hi"
+        assert await anext(client.watch_health(timeout_s=timeout_s)) == "SERVING"
+
+
 async def test_what_the_server_is():
     async with serving() as served, Client(served.address) as client:
         (engine,) = await client.engines()

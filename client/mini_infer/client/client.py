@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from mini_infer.client import convert, readiness, results
 from mini_infer.client.calls import our_errors
 from mini_infer.client.errors import ClientClosed, MiniInferError, NotFound, ProtocolViolation, Truncated
-from mini_infer.client.requests import GenerateOptions, Message, chat, generate_request
+from mini_infer.client.requests import GenerateOptions, Message, fill, generate_request
 from mini_infer.client.retries import Retries
 from mini_infer.client.stream import Call, GenerationStream
 from mini_infer.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
@@ -78,7 +78,7 @@ class Client:
 
     async def cancel(self, request_ids: Sequence[str], *, timeout_s: float | None = 30.0) -> results.Cancelled:
         """Ends generations by the server's ids or the callers' labels; each ends well, as "cancelled"."""
-        request = pb.CancelGenerationRequest(request_ids=request_ids)
+        request = fill(pb.CancelGenerationRequest(), {"request_ids": request_ids})
         response = await self._call(self._stubs.generation.CancelGeneration, request, timeout_s)
         return results.Cancelled(
             cancelled=tuple(response.cancelled_request_ids), not_found=tuple(response.not_found_request_ids)
@@ -88,11 +88,8 @@ class Client:
         self, text_or_messages: str | Sequence[Message], *, model: str = "", timeout_s: float | None = 30.0
     ) -> results.Tokens:
         """The token ids that a generation would be fed with."""
-        request = pb.TokenizeRequest(model=model)
-        if isinstance(text_or_messages, str):
-            request.text = text_or_messages
-        else:
-            request.chat.CopyFrom(chat(text_or_messages))
+        path = "text" if isinstance(text_or_messages, str) else "chat.messages"
+        request = fill(pb.TokenizeRequest(), {"model": model, path: text_or_messages})
         response = await self._call(self._stubs.generation.Tokenize, request, timeout_s)
         return results.Tokens(token_ids=tuple(response.token_ids), context_length=response.context_length)
 
@@ -105,9 +102,8 @@ class Client:
         timeout_s: float | None = 30.0,
     ) -> str:
         """The text of token ids."""
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
-        if skip_special_tokens is not None:
-            request.skip_special_tokens = skip_special_tokens
+        values = {"model": model, "token_ids": token_ids, "skip_special_tokens": skip_special_tokens}
+        request = fill(pb.DetokenizeRequest(), values)
         return (await self._call(self._stubs.generation.Detokenize, request, timeout_s)).text
 
     async def models(self, *, timeout_s: float | None = 30.0) -> tuple[results.Model, ...]:
@@ -127,7 +123,7 @@ class Client:
 
     async def health(self, service: str = "", *, timeout_s: float | None = 30.0) -> str:
         """SERVING, NOT_SERVING, UNKNOWN or SERVICE_UNKNOWN, as grpc.health.v1 has it; asked once, never repeated."""
-        request = health_pb2.HealthCheckRequest(service=service)
+        request = fill(health_pb2.HealthCheckRequest(), {"service": service})
         try:
             response = await self._call(self._stubs.health.Check, request, timeout_s, max_attempts=1)
         except NotFound:
@@ -136,7 +132,8 @@ class Client:
 
     async def watch_health(self, service: str = "", *, timeout_s: float | None = None) -> AsyncIterator[str]:
         """The health of a service now and at every change, until the server ends the watch."""
-        call = self._stubs.health.Watch(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        request = fill(health_pb2.HealthCheckRequest(), {"service": service})
+        call = self._stubs.health.Watch(request, timeout=Retries(1, timeout_s).remaining_s())
         try:
             while True:
                 with our_errors(call):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 from mini_infer.client.errors import FieldViolation, InvalidArgument
 from mini_infer.v1 import generation_pb2 as pb
+
+_Request = TypeVar("_Request")
 
 
 class Message(TypedDict):
@@ -102,17 +104,15 @@ def generate_request(options: GenerateOptions) -> pb.GenerateRequest:
     inputs = [name for name in ("prompt", "prompt_token_ids", "messages") if name in given]
     if len(inputs) != 1:
         raise invalid("input", f"give exactly one of prompt, prompt_token_ids and messages, not {inputs or 'none'}")
-    request = pb.GenerateRequest()
-    for name, value in given.items():
-        _set(request, PATHS[name], value)
+    return fill(pb.GenerateRequest(), {PATHS[name]: value for name, value in given.items()})
+
+
+def fill(request: _Request, values: Mapping[str, Any]) -> _Request:
+    """Sets fields by their paths; None leaves one out. Raises `InvalidArgument` for values that a field cannot hold."""
+    for path, value in values.items():
+        if value is not None:
+            _set(request, path, value)
     return request
-
-
-def chat(messages: Sequence[Message]) -> pb.Chat:
-    """A conversation. Raises `InvalidArgument`."""
-    result = pb.Chat()
-    _set(result, "messages", messages)
-    return result
 
 
 def invalid(field: str, description: str) -> InvalidArgument:
@@ -142,7 +142,7 @@ def _assign(target: Any, field: str, value: Any) -> None:
         target.engine_kind = pb.EngineKind.Value(f"ENGINE_KIND_{value.upper()}")
     elif field == "max_queue_duration":
         target.max_queue_duration.FromTimedelta(timedelta(seconds=value))
-    elif field in ("ids", "strings") or (field == "token_ids" and not isinstance(value, bool)):
+    elif field in ("ids", "strings", "request_ids") or (field == "token_ids" and not isinstance(value, bool)):
         _refuse_bare_string(value)
         getattr(target, field).extend(value)
     else:

@@ -22,6 +22,9 @@ FIRST_BACKOFF_S = 0.1
 MAX_WAIT_S = 30.0
 """A server that wants us to stay away for longer is obeyed by giving up."""
 
+LONGEST_TIMEOUT_S = 100 * 365 * 24 * 3600.0
+"""Beyond it, as with infinity, there is none: gRPC's clock would overflow, and the call be over before it began."""
+
 
 class Retries:
     """The attempts of one call. ``timeout_s`` spans all of them and the waits between."""
@@ -29,7 +32,9 @@ class Retries:
     def __init__(self, max_attempts: int, timeout_s: float | None) -> None:
         self._max_attempts = max_attempts
         self._num_failed = 0
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline_s: float | None = None
+        if timeout_s is not None and not timeout_s > LONGEST_TIMEOUT_S:
+            self._deadline_s = time.monotonic() + timeout_s
 
     def remaining_s(self) -> float | None:
         """What is left of the timeout, above 0; None without one. Raises `DeadlineExceeded` where nothing is."""
