@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import sys
 
@@ -105,6 +106,12 @@ async def test_a_failure_in_json_lines_too():
     assert done.error.startswith("error: ")
 
 
+async def test_a_value_that_is_not_even_sent_is_a_json_line_too():
+    done = await mini_infer("generate", "--json", "--seed", "-1", "Hi")
+    (event,) = map(json.loads, done.stdout.splitlines())
+    assert (done.status, event["event"], event["fields"]) == (1, "error", ["sampling.seed"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -114,6 +121,7 @@ async def test_a_failure_in_json_lines_too():
         (("--engine-kind", "warp", "Hi"), "error: placement.engine_kind: "),
         (("--max-new-tokens", "-1", "Hi"), "error: stop.max_new_tokens: "),
         (("--stop", "", "Hi"), "error: stop.strings"),
+        (("--address", "\udcff:1", "Hi"), "error: '\\udcff:1' is no address"),
     ],
 )
 async def test_a_failure_is_one_line_that_names_what_is_wrong(arguments, expected):
@@ -234,6 +242,30 @@ async def test_a_full_disk_is_told():
             )
             _, stderr = await process.communicate()
     assert (process.returncode, stderr) == (1, b"error: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "texts"),
+    [
+        ("generate Hi >&-", 0, ("", "TTFT")),
+        ("generate Hi >&- 2>&- <&-", 0, ("", "")),
+        ("generate Hi 2>/dev/full", 0, ("Hi", "")),
+        ("engines >&-", 0, ("", "")),
+        ("chat <&-", 0, ("", "")),
+        ("chat >&- <<< Hi", 0, ("", "TTFT")),
+        ("health 2>&-", 0, ("SERVING\n", "")),
+    ],
+)
+async def test_streams_that_are_closed_or_full(command, status, texts):
+    async with serving() as served:
+        process = await asyncio.create_subprocess_exec(
+            *("bash", "-c", f"'{sys.executable}' -m mini_infer.client {command}"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "MINI_INFER_ADDRESS": served.address},
+        )
+        stdout, stderr = await process.communicate()
+    assert (process.returncode, stdout.decode(), stderr.decode()[:4]) == (status, *texts)
 
 
 async def test_an_encoding_without_the_character_is_no_failure():

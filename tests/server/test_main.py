@@ -91,8 +91,8 @@ def test_nobody_has_to_hear_what_a_server_says(redirection: str) -> None:
     reader, broken = os.pipe()
     os.close(reader)
     program = (
-        "import os; from mini_infer.server.run import say, complain\n"
-        "say('serving'); complain(RuntimeError('no')); os._exit(7)"
+        "import os; from mini_infer.server.run import complain, open_closed_streams, say\n"
+        "open_closed_streams(); say('serving'); complain(RuntimeError('no')); os._exit(7)"
     )
     words = ["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, program]
     told = subprocess.run(words, stdout=broken, stderr=broken, timeout=WAIT_S, check=False)

@@ -14,7 +14,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mini_infer.client import convert, readiness, results
 from mini_infer.client.calls import our_errors
-from mini_infer.client.errors import ClientClosed, MiniInferError, NotFound, ProtocolViolation, Truncated
+from mini_infer.client.errors import (
+    ClientClosed,
+    MiniInferError,
+    NotFound,
+    ProtocolViolation,
+    ServerUnreachable,
+    Truncated,
+)
 from mini_infer.client.requests import GenerateOptions, Message, fill, generate_request
 from mini_infer.client.retries import Retries
 from mini_infer.client.stream import Call, GenerationStream
@@ -42,6 +49,10 @@ class Client:
         self._open: _Open | None = None
 
     async def __aenter__(self) -> Self:
+        try:
+            self.address.encode()
+        except UnicodeEncodeError:
+            raise ServerUnreachable(f"{self.address!r} is no address") from None
         self._open = _Open(aio.insecure_channel(self.address, options=channel_options(self.address)))
         return self
 

@@ -14,13 +14,14 @@ from mini_infer.engines.errors import LoadError
 from mini_infer.server.address import CannotListen, listen_address
 from mini_infer.server.config import ServerConfig, load_config
 from mini_infer.server.options import ConfigError
-from mini_infer.server.run import EXIT_FAILED, complain, run, say
+from mini_infer.server.run import EXIT_FAILED, complain, open_closed_streams, run, say
 
 EXIT_USAGE = 2
 
 
 def main() -> NoReturn:
     """Serves, and exits: 0 after a drain, 2 for an invalid configuration, 1 for one that does not work here."""
+    open_closed_streams()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_at_once)
     if isinstance(sys.stdout, io.TextIOWrapper):

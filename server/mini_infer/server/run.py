@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 from mini_infer.engines.errors import LoadError
@@ -50,10 +51,15 @@ def complain(error: Exception) -> None:
     _write(sys.stderr, f"error: {' '.join(str(error).split())}")
 
 
-def _write(stream: TextIO | None, line: str) -> None:
-    """A stream that is closed, full or read by nobody any more is no reason not to serve."""
-    if stream is None:
-        return
+def open_closed_streams() -> None:
+    """Gives the null device to standard streams that were closed: a socket would get their numbers, and their text."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  # as long as the process
+
+
+def _write(stream: TextIO, line: str) -> None:
+    """A stream that is full or read by nobody any more is no reason not to serve."""
     with suppress(OSError):
         stream.write(f"{PROGRAM}: {line}\n")
         stream.flush()

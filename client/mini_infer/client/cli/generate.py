@@ -27,8 +27,8 @@ async def generate(
     """Writes one answer; returns the exit status."""
     tolerate_any_text()
     async with Client(address) as client:
-        stream = client.stream(timeout_s=timeout_s, **options)
         try:
+            stream = client.stream(timeout_s=timeout_s, **options)
             with Spinner() as spinner:
                 await wait_ready(client, wait_s, spinner)
                 if as_json:
@@ -104,7 +104,7 @@ def _error_event(error: MiniInferError) -> dict[str, Any]:
 
 def _piped() -> str:
     """Standard input, whole, without the line break that `echo` adds."""
-    if sys.stdin is None or sys.stdin.isatty():
+    if sys.stdin.isatty():
         raise UsageError("give a prompt, as an argument or through a pipe")
     try:
         text = sys.stdin.buffer.read().decode("utf-8")

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -32,9 +33,10 @@ def write_json(event: object) -> None:
 
 
 def say(line: str, *, dim: bool = False) -> None:
-    """A line on standard error."""
+    """A line on standard error. That it cannot be written is no failure of the command."""
     if not (dim and sys.stderr.isatty()):
-        print(_harmless(line), file=sys.stderr)
+        with suppress(OSError):
+            print(_harmless(line), file=sys.stderr, flush=True)
         return
     from rich.console import Console
 
