@@ -155,7 +155,8 @@ def test_close_before_start_and_during_load():
     engine, recorder = ScriptedEngine(load_s=3600), Recorder()
     engine.start(recorder)
     recorder.wait_state(EngineState.LOADING)
-    engine.close()
+    engine.close()  # leaves the load behind, which gives itself up
+    recorder.wait_state(EngineState.DRAINING)
     assert [event.state for event in recorder.events()] == [EngineState.LOADING, EngineState.DRAINING]
 
 

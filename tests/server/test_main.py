@@ -18,6 +18,7 @@ from support import scripted_server
 from support.process import TINY, running_server
 from support.serving import outcome
 
+from mini_infer.server.run import ONE_SIGNAL_S
 from mini_infer.v1 import generation_pb2 as pb
 from mini_infer.v1 import generation_pb2_grpc
 
@@ -234,6 +235,9 @@ async def test_a_second_signal_ends_at_once() -> None:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         while (await watch.read()).status != health_pb2.HealthCheckResponse.NOT_SERVING:
             pass
+        server.signal()  # at the same moment: still the first
+        await asyncio.sleep(2 * ONE_SIGNAL_S)
+        assert (await call.read()).HasField("delta")
         server.signal()
         assert await server.exit_code(20) not in (0, None)  # far below the grace
         assert (await outcome(call)).code is grpc.StatusCode.UNAVAILABLE

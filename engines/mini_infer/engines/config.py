@@ -13,6 +13,7 @@ DEFAULT_MODEL = "default"
 
 LOAD_FORMATS = ("auto", "dummy")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_THREADS = 1024
 _DEVICE = re.compile(r"(cpu|cuda)(?::([0-9]{1,4}))?")
 
 
@@ -39,9 +40,14 @@ class EngineConfig:
         )
         _require(self.dtype in DTYPES, f"dtype must be one of {DTYPES}, not {self.dtype!r}")
         canonical_label(self.device)
-        for name in ("max_context", "num_threads"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name} must be 1 or more, not {value}")
+        _require(
+            self.max_context is None or self.max_context >= 2,
+            f"max_context must be 2 or more, one token of prompt and one of answer, not {self.max_context}",
+        )
+        _require(
+            self.num_threads is None or 1 <= self.num_threads <= MAX_THREADS,
+            f"num_threads must be from 1 to {MAX_THREADS}, not {self.num_threads}",
+        )
 
 
 def canonical_label(label: str) -> str:

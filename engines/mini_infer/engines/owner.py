@@ -163,7 +163,8 @@ class OwnedEngine(ABC):
     def close(self) -> None:
         """Fails what it still holds, frees its device and joins its thread. Idempotent.
 
-        A step that hangs is left behind after `CLOSE_TIMEOUT_S`; its streams are failed all the same.
+        A step that hangs is left behind after `CLOSE_TIMEOUT_S`; its streams are failed all the same. A load is left
+        behind at once: it may take minutes, and gives itself up at its end.
         """
         self._closing.set()
         self._inbox.shut()
@@ -175,6 +176,8 @@ class OwnedEngine(ABC):
         self._try_emit(self._inbox.pass_on(self._owed_ends(self._closed())))
 
     def _join(self, finish: Future[None]) -> bool:
+        if self._state is EngineState.LOADING:
+            return False
         try:
             finish.result(CLOSE_TIMEOUT_S)
         except FutureTimeout:

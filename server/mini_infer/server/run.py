@@ -18,14 +18,17 @@ from mini_infer.server.cli import PROGRAM
 
 EXIT_FAILED = 1
 EXIT_AT_ONCE = 130
+ONE_SIGNAL_S = 0.3
+"""Signals so soon after the first are the same one: timeout(1) sends it to the process and then to its group."""
+
 _log = logging.getLogger(__name__)
 
 
 async def run(app: App) -> int:
     """Serves until SIGTERM or SIGINT, then drains; a second one ends the process on the spot. Returns an exit code."""
-    stopping = asyncio.Event()
+    stopping, armed = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stopping)
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stopping, armed)
     try:
         address = await app.start()
         say(f"listening on {address}")
@@ -87,9 +90,11 @@ def _tell_models(app: App) -> None:
             )
 
 
-def _on_signal(stopping: asyncio.Event) -> None:
-    if stopping.is_set():
+def _on_signal(stopping: asyncio.Event, armed: asyncio.Event) -> None:
+    if armed.is_set():
         _log.warning("second signal: ended at once")
         os._exit(EXIT_AT_ONCE)  # nothing else is at once: a thread inside a model's step cannot be ended
-    _log.info("signal: draining; a second one ends the process at once")
-    stopping.set()
+    if not stopping.is_set():
+        _log.info("signal: draining; a second one ends the process at once")
+        stopping.set()
+        asyncio.get_running_loop().call_later(ONE_SIGNAL_S, armed.set)
