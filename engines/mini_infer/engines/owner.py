@@ -49,6 +49,9 @@ _log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 10.0
 """How long `close` waits for a step to end before it fails the streams itself and leaves the thread behind."""
 
+CLOSE_LOADING_TIMEOUT_S = 1.0
+"""How long `close` waits for a load: nobody's answer depends on it."""
+
 
 class EmitFailed(Exception):
     """Events were not taken. Whoever emits cannot go on: nobody would hear of it."""
@@ -164,7 +167,7 @@ class OwnedEngine(ABC):
         """Fails what it still holds, frees its device and joins its thread. Idempotent.
 
         A step that hangs is left behind after `CLOSE_TIMEOUT_S`; its streams are failed all the same. A load is left
-        behind at once: it may take minutes, and gives itself up at its end.
+        behind after `CLOSE_LOADING_TIMEOUT_S`: it may take minutes, and gives itself up at its end.
         """
         self._closing.set()
         self._inbox.shut()
@@ -176,12 +179,12 @@ class OwnedEngine(ABC):
         self._try_emit(self._inbox.pass_on(self._owed_ends(self._closed())))
 
     def _join(self, finish: Future[None]) -> bool:
-        if self._state is EngineState.LOADING:
-            return False
+        is_loading = self._state is EngineState.LOADING
         try:
-            finish.result(CLOSE_TIMEOUT_S)
+            finish.result(CLOSE_LOADING_TIMEOUT_S if is_loading else CLOSE_TIMEOUT_S)
         except FutureTimeout:
-            _log.error("engine %s: its step hangs; its thread is left behind", self._engine_id)
+            if not is_loading:
+                _log.error("engine %s: its step hangs; its thread is left behind", self._engine_id)
             return False
         return True
 
