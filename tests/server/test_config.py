@@ -69,6 +69,10 @@ def test_an_empty_variable_says_nothing() -> None:
     assert config(MINI_INFER_PORT="", MINI_INFER_MODEL="") == config()
 
 
+def test_the_clients_variable_is_none_of_the_servers() -> None:
+    assert config(MINI_INFER_ADDRESS="other:1", MY_MINI_INFER="1") == config()
+
+
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("Yes", True), ("off", False), ("0", False)])
 def test_switches(text: str, value: bool) -> None:
     assert config(MINI_INFER_TRUST_REMOTE_CODE=text).models[0].engine.trust_remote_code is value
@@ -165,6 +169,9 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     ([], {"MINI_INFER_PORT": "x"}, "MINI_INFER_PORT must be a whole number, not 'x'"),
     ([], {"MINI_INFER_TRUST_REMOTE_CODE": "maybe"}, "MINI_INFER_TRUST_REMOTE_CODE must be true or false"),
     ([], {"MINI_INFER_ENGINE": "replica"}, "engine 'replica' is not in this version"),
+    ([], {"MINI_INFER_BOGUS": "1"}, "the environment sets 'MINI_INFER_BOGUS', which is no setting"),
+    ([], {"MINI_INFER_PRT": ""}, "MINI_INFER_PRT"),
+    ([], {"MINI_INFER_a\nb\udcff": "1"}, "which is no setting"),
     (["--config", "/no/such/file.toml"], {}, "/no/such/file.toml: No such file"),
     (["--config", "/"], {}, "/: Is a directory"),
     (["--served-model-name", "a\udcff"], {}, "--served-model-name must be UTF-8 without NUL, not 'a\\udcff'"),

@@ -64,6 +64,10 @@ def test_an_unknown_key_is_one_line(tmp_path: Path) -> None:
     assert_one_line(run_server(MINI_INFER_CONFIG=str(path)), 2, str(path), "prot")
 
 
+def test_an_unknown_variable_is_one_line() -> None:
+    assert_one_line(run_server(MINI_INFER_BOGUS="1"), 2, "'MINI_INFER_BOGUS'")
+
+
 @pytest.mark.parametrize("flag", ["--help", "--version", "--foo"])
 def test_torch_is_not_loaded_before_the_command_line_is_read(flag: str) -> None:
     program = (

@@ -31,6 +31,7 @@ from mini_infer.server.options import ENV_PREFIX, OPTIONS, ConfigError
 from mini_infer.server.pool import PoolConfig
 
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
+CLIENT_VARIABLE = "MINI_INFER_ADDRESS"  # the one that is not the server's
 MAX_SPAN_S = 24 * 3600.0
 _DEFAULTS = {option.name: option.default for option in OPTIONS}
 _SERVED_HERE = ("auto", "generate")
@@ -61,7 +62,8 @@ class ModelConfig:
         devices = [canonical_label(label) for label in labels]
         for label, device in zip(labels, devices, strict=True):
             if devices.count(device) > 1:
-                raise ConfigError(f"devices: {label!r} is named twice; every engine has a device of its own")
+                hint = "; on a CPU, cpu and cpu:1 make two engines" if device.startswith("cpu") else ""
+                raise ConfigError(f"devices: {label!r} is named twice; every engine has a device of its own{hint}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,10 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Settings of the environment; an empty variable says nothing, as compose files and shells leave them."""
+    known = {f"{ENV_PREFIX}CONFIG", CLIENT_VARIABLE, *(option.variable for option in OPTIONS)}
+    unknown = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
+    if unknown:
+        raise ConfigError(f"the environment sets {unknown[0]!r}, which is no setting; see {cli.PROGRAM} --help")
     return {
         option.name: option.from_text(text, option.variable)
         for option in OPTIONS
