@@ -73,7 +73,7 @@ def test_torch_is_not_loaded_before_the_command_line_is_read(flag: str) -> None:
     program = (
         "import sys; from mini_infer.server.__main__ import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)"
+        "assert not {'torch', 'transformers', 'grpc_reflection'} & set(sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", program, flag], capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
@@ -103,6 +103,42 @@ def test_nobody_has_to_hear_what_a_server_says(redirection: str) -> None:
     told = subprocess.run(words, stdout=broken, stderr=broken, timeout=WAIT_S, check=False)
     assert told.returncode == 7
     os.close(broken)
+
+
+# --- packages that are not there ----------------------------------------------------------------------------------
+
+WITHOUT = """
+import sys
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing!r} or name in {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Without())
+from mini_infer.server.__main__ import main
+main()
+"""
+
+
+def run_without(*missing: str) -> subprocess.CompletedProcess[str]:
+    program = WITHOUT.format(missing=missing)
+    words = [sys.executable, "-c", program, *TINY, "--port", "0"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+
+LIGHT = ("accelerate", "gguf", "grpc_reflection", "huggingface_hub", "jinja2", "numpy", "safetensors", "tokenizers")
+
+
+@pytest.mark.parametrize("missing", [(*LIGHT, "torch", "transformers"), ("torch",), ("transformers",), ("jinja2",)])
+def test_a_server_without_its_packages_says_how_to_get_them(missing: tuple[str, ...]) -> None:
+    told = run_without(*missing)
+    assert_one_line(told, 1, "pip install 'mini-infer[server]'", "No module named")
+    assert any(repr(name) in told.stderr for name in missing)
+
+
+def test_a_module_of_ours_that_is_missing_is_a_fault_and_shows() -> None:
+    told = run_without("mini_infer.server.app")
+    assert "Traceback" in told.stderr
+    assert told.returncode == 1
 
 
 # --- loads that fail ----------------------------------------------------------------------------------------------

@@ -17,6 +17,11 @@ from mini_infer.server.options import ConfigError
 from mini_infer.server.run import EXIT_FAILED, complain, open_closed_streams, run, say
 
 EXIT_USAGE = 2
+_EXTRA = (
+    *("accelerate", "gguf", "grpc_reflection", "huggingface_hub", "jinja2"),
+    *("numpy", "safetensors", "tokenizers", "torch", "transformers"),
+)
+"""What the server imports beyond the client's packages, those included that come with others."""
 
 
 def main() -> NoReturn:
@@ -43,6 +48,11 @@ def main() -> NoReturn:
         code = asyncio.run(_serve(config))
     except LoadError as error:
         complain(error)
+        code = EXIT_FAILED
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _EXTRA:
+            raise
+        complain(f"the server needs more packages than the client: pip install 'mini-infer[server]' ({error})")
         code = EXIT_FAILED
     logging.shutdown()
     os._exit(code)  # a thread that still loads a model would be waited for

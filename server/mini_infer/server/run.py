@@ -9,12 +9,14 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from mini_infer.engines.errors import LoadError
 from mini_infer.server.address import CannotListen
-from mini_infer.server.app import App
 from mini_infer.server.cli import PROGRAM
+
+if TYPE_CHECKING:
+    from mini_infer.server.app import App  # needs packages that the light installation does not have
 
 EXIT_FAILED = 1
 EXIT_AT_ONCE = 130
@@ -49,7 +51,7 @@ def say(line: str) -> None:
     _write(sys.stdout, line)
 
 
-def complain(error: Exception) -> None:
+def complain(error: Exception | str) -> None:
     """To stderr, in one line."""
     _write(sys.stderr, f"error: {' '.join(str(error).split())}")
 
