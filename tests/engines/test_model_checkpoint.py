@@ -207,7 +207,9 @@ def test_a_file_that_is_no_model(whole: Path) -> None:
 def test_hub_id_without_a_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert "nobody/absent at revision v2 could not be fetched" in refusal("nobody/absent", revision="v2")
+    told = refusal("nobody/absent", revision="v2")
+    assert "nobody/absent at revision v2 could not be fetched" in told
+    assert told.endswith("outgoing traffic has been disabled")  # the library's first sentence, and all of it
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])

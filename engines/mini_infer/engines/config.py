@@ -12,6 +12,9 @@ DEFAULT_MODEL = "default"
 """The name of the embedded default model, SmolLM2-135M-Instruct."""
 
 LOAD_FORMATS = ("auto", "dummy")
+SHAPES = ("tiny", "qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-72b", "llama-3.1-8b")
+"""What load format "dummy" can make."""
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_THREADS = 1024
 _DEVICE = re.compile(r"(cpu|cuda)(?::([0-9]{1,4}))?")

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from mini_infer.engines.errors import LoadError, one_line
+from mini_infer.engines.errors import LoadError
 
 _log = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -68,9 +68,15 @@ def _fetch(hub_id: str, revision: str | None) -> Path:
         raise LoadError(f"{where} is not on the hub, and there is no folder of that name") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise LoadError(
-            f"no folder is called {hub_id}, and {where} could not be fetched from the hub: {one_line(error, 200)}"
+            f"no folder is called {hub_id}, and {where} could not be fetched from the hub: {_first_sentence(error)}"
         ) from error
     return folder
+
+
+def _first_sentence(error: Exception) -> str:
+    """The rest of what the hub's library says is advice, sometimes for pages."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return line.removeprefix("Got: ").partition(". ")[0]
 
 
 def _snapshot(hub_id: str, revision: str | None, patterns: tuple[str, ...]) -> Path:

@@ -82,7 +82,7 @@ def _prompt_ids(request: Request, tokenize: Tokenize) -> tuple[str, tuple[int, .
     else:
         field, ids = "prompt", tokenize(request.prompt or "")
     if not ids:
-        raise InvalidRequest(field, "gives no token, and this model's tokenizer adds none of its own")
+        raise InvalidRequest(field, "the prompt is empty, and this model's tokenizer adds no token of its own")
     return field, ids
 
 

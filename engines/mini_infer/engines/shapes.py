@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
+from mini_infer.engines.config import SHAPES
 from mini_infer.engines.errors import LoadError
-
-SHAPES = ("tiny", "qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-72b", "llama-3.1-8b")
 
 
 def shape_config(name: str) -> PretrainedConfig:

@@ -57,6 +57,9 @@ def read_file(path: Path) -> File:
 
 def _model(value: object, where: str) -> ModelTable:
     table = dict(_table(value, where))
+    if "model" in table:
+        raise ConfigError(f"{where} unknown key 'model': the model to load is named by source")
+    _require_known(table, ("source", "sampling", "engines", *_MODEL), where)
     source = _SOURCE.from_file(table.pop("source", None), f"{where} source")
     sampling = _sampling(_table(table.pop("sampling", {}), f"{where} sampling"), f"{where} sampling")
     engines = table.pop("engines", [])

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from mini_infer.engines.config import DEFAULT_MODEL, DTYPES, LOAD_FORMATS
+from mini_infer.engines.config import DEFAULT_MODEL, DTYPES, LOAD_FORMATS, SHAPES
 from mini_infer.server.policy import POLICIES
 
 ENV_PREFIX = "MINI_INFER_"
@@ -93,13 +93,23 @@ _WORDS = {
 }
 
 OPTIONS = (
-    Option(name="model", default=DEFAULT_MODEL, help="folder, .gguf file or hub id; with load format dummy a shape"),
+    Option(
+        name="model",
+        default=DEFAULT_MODEL,
+        help=f"folder, .gguf file or hub id; with load format dummy a shape: {', '.join(SHAPES)}",
+    ),
     Option(name="served_model_name", help="name that requests use; default: the last part of the model"),
     Option(name="revision", help="branch, tag or commit of a hub id", of_model=True),
     Option(
         name="load_format", default="auto", choices=LOAD_FORMATS, help="dummy: random weights, no files", of_model=True
     ),
-    Option(name="engine", default="auto", choices=ENGINES, help="what makes the tokens", of_model=True),
+    Option(
+        name="engine",
+        default="auto",
+        choices=ENGINES,
+        help="what makes the tokens; single, replica and pipeline are not in this version",
+        of_model=True,
+    ),
     Option(
         name="devices",
         kind=tuple,
