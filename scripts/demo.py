@@ -86,8 +86,6 @@ def ask(address: str) -> None:
         told = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=ANSWER_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         raise Failed(f"asking the server: no whole answer after {ANSWER_LIMIT_S} s") from None
-    if not sys.stdout.isatty():
-        print(flush=True)  # the command ends an answer with a line break on a terminal only
     if told.returncode != 0:
         raise Failed(f"asking the server: mini-infer ended with status {told.returncode}: {told.stderr.strip()}")
     print(told.stderr.strip(), flush=True)

@@ -3,24 +3,28 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 
 import pytest
+from grpc import StatusCode
 from support.command import mini_infer, start
 from support.serving import serving
-from support.unruly_server import accept, delta, endless_server, finished, polite, started, unruly_server
+from support.unruly_server import accept, delta, endless_server, finished, polite, refuse, started, unruly_server
 
 from mini_infer.engines.errors import LoadError
 from mini_infer.engines.scripted_engine import Gate, Script, ScriptedEngine
 from mini_infer.v1 import admin_pb2
 from mini_infer.v1 import generation_pb2 as pb
 
+RESOURCE_EXHAUSTED = StatusCode.RESOURCE_EXHAUSTED
+
 
 async def test_text_goes_to_stdout_and_one_summary_line_to_stderr():
     async with serving() as served:
         done = await mini_infer("generate", "Hello  wörld", address=served.address)
-    assert (done.status, done.stdout) == (0, "Hello  wörld")
+    assert (done.status, done.stdout) == (0, "Hello  wörld\n")
     assert done.error.startswith("TTFT ")
     assert " ms, 3 tokens, " in done.error
     assert done.error.endswith("tokens/s, engine scripted/0, finished: eos")
@@ -32,7 +36,7 @@ async def test_text_is_written_as_it_is_made():
         process = await start("generate", "Hi", address=served.address)
         assert await process.stdout.readexactly(5) == b"first"
         gate.open()
-        assert await process.stdout.read() == b" second"
+        assert await process.stdout.read() == b" second\n"
         await process.communicate()
         assert process.returncode == 0
 
@@ -47,7 +51,7 @@ async def test_the_prompt_comes_through_a_pipe(arguments):
 async def test_an_argument_goes_before_a_pipe():
     async with serving() as served:
         done = await mini_infer("generate", "argument", address=served.address, stdin=b"pipe")
-    assert done.stdout == "argument"
+    assert done.stdout == "argument\n"
 
 
 async def test_a_pipe_that_is_not_utf8_is_a_usage_error():
@@ -65,10 +69,10 @@ async def test_flags_reach_the_request():
     async with unruly_server(polite) as server:
         flags = "--model m --temperature 0 --top-p 0.5 --top-k 0 --min-p 0.1 --seed 7 --max-new-tokens 3"
         more = "--stop a --stop b --stop-token-id 5 --ignore-eos --max-queue-duration 2.5 --engine-id tiny/0"
-        hidden = "--session-id s --request-id mine --show-special-tokens --logprobs --top-logprobs 2"
+        hidden = "--json --session-id s --request-id mine --show-special-tokens --logprobs --top-logprobs 2"
         words = f"{flags} {more} {hidden} --output-token-ids --include-stop-string --system S".split()
         done = await mini_infer("generate", "Hi", *words, address=server.address)
-        assert (done.status, done.stdout) == (0, "Hello world")
+        assert (done.status, done.stdout.count('"event": "delta"')) == (0, 2)
         (request,) = server.requests
     assert [(said.role, said.content) for said in request.chat.messages] == [("system", "S"), ("user", "Hi")]
     assert (request.model, request.request_id, request.placement.engine_id) == ("m", "mine", "tiny/0")
@@ -118,7 +122,10 @@ async def test_a_value_that_is_not_even_sent_is_a_json_line_too():
         (("--top-p", "7", "Hi"), "error: sampling.top_p: "),
         (("--model", "nobody", "Hi"), "[MODEL_NOT_FOUND] - `mini-infer models`"),
         (("--engine-id", "nobody", "Hi"), "[ENGINE_NOT_FOUND] - `mini-infer engines`"),
-        (("--engine-kind", "warp", "Hi"), "error: placement.engine_kind: "),
+        (
+            ("--engine-kind", "warp", "Hi"),
+            "error: placement.engine_kind: cannot be 'warp': the kinds are generate, replica, pipeline, scripted [",
+        ),
         (("--max-new-tokens", "-1", "Hi"), "error: stop.max_new_tokens: "),
         (("--stop", "", "Hi"), "error: stop.strings"),
         (("--address", "\udcff:1", "Hi"), "error: '\\udcff:1' is no address"),
@@ -134,14 +141,15 @@ async def test_a_failure_is_one_line_that_names_what_is_wrong(arguments, expecte
 async def test_no_server_is_told_with_its_address():
     done = await mini_infer("generate", "Hi", address="127.0.0.1:1")
     assert (done.status, done.stdout) == (1, "")
-    assert done.error.endswith("is a server running at 127.0.0.1:1? --address names another")
+    assert done.error.startswith("error: no server at 127.0.0.1:1 (connection refused) [UNAVAILABLE]")
+    assert done.error.endswith("is it running? --address names another")
 
 
 async def test_a_model_that_still_loads_is_told_with_the_way_to_wait():
     async with serving(ScriptedEngine(load_s=3600), wait_ready=False) as served:
         done = await mini_infer("generate", "Hi", address=served.address)
         assert done.status == 1
-        assert "[NO_READY_ENGINE] - `mini-infer generate --wait SECONDS`" in done.error
+        assert "[NO_READY_ENGINE] (after 3 attempts) - `mini-infer generate --wait SECONDS`" in done.error
         done = await mini_infer("generate", "--wait", "0.3", "Hi", address=served.address)
         assert done.status == 1
         assert "scripted/0 is loading" in done.error
@@ -162,7 +170,7 @@ async def test_a_truncated_answer_fails_after_its_text():
 
     async with unruly_server(script) as server:
         done = await mini_infer("generate", "Hi", address=server.address)
-    assert (done.status, done.stdout) == (1, "half")
+    assert (done.status, done.stdout) == (1, "half\n")
     assert "cut off" in done.error
 
 
@@ -174,7 +182,7 @@ async def test_a_server_that_dies_is_one_line_too():
         _, stderr = await process.communicate()
     (line,) = stderr.decode().splitlines()
     assert process.returncode == 1
-    assert line.startswith("error: ")
+    assert line.startswith(f"error: the connection to {server.address} broke (")
     assert "(after 1 token)" in line
 
 
@@ -204,10 +212,69 @@ async def test_garbage_is_one_line_too():
 
 
 async def test_the_timeout_is_kept():
-    async with serving(ScriptedEngine(scripts=Script(tokens=["a"], gate=Gate()))) as served:
-        done = await mini_infer("generate", "--timeout", "0.3", "Hi", address=served.address)
-    assert done.status == 1
-    assert "DEADLINE_EXCEEDED" in done.error
+    async with endless_server() as server:
+        done = await mini_infer("generate", "--timeout", "2", "Hi", address=server.address)
+    assert (done.status, done.stdout) == (1, "a\n")
+    assert done.error == "error: the deadline passed [DEADLINE_EXCEEDED] (after 1 token)"
+
+
+def busy_once(*texts, **fields):
+    """A server whose queue takes the second attempt only, and then answers with the texts."""
+
+    async def script(server, request, context):
+        if server.attempt == 1:
+            await refuse(context, RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT", "waited too long", retry_after_s=0.3)
+        await accept(context)
+        yield started()
+        for number, text in enumerate(texts, start=1):
+            yield delta(text, number)
+        yield finished(len(texts), **fields)
+
+    return unruly_server(script)
+
+
+async def test_a_second_attempt_is_told_with_the_time_before_it():
+    async with busy_once("a") as server:
+        done = await mini_infer("generate", "Hi", address=server.address)
+    assert (done.status, done.stdout) == (0, "a\n")
+    assert re.search(r"finished: eos, attempt 2 after \d\.\d s$", done.error)
+    async with busy_once("a") as server:
+        done = await mini_infer("generate", "--json", "Hi", address=server.address)
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["num_attempts"] == 2
+    assert last["retries_s"] > 0.3
+
+
+@pytest.mark.parametrize("flags", [("--max-attempts", "1"), ("--max-queue-duration", "0")])
+async def test_who_does_not_want_to_wait_is_refused_at_once(flags):
+    async with busy_once("a") as server:
+        done = await mini_infer("generate", *flags, "Hi", address=server.address)
+        assert (done.status, done.stdout, server.attempt) == (1, "", 1)
+        assert done.error == "error: waited too long [QUEUE_TIMEOUT] - the server is busy; try again later"
+    async with busy_once("a") as server:
+        done = await mini_infer("chat", *flags, address=server.address, stdin=b"Hi\n")
+        assert (done.status, server.attempt) == (1, 1)
+
+
+async def test_a_seed_that_was_drawn_is_told():
+    async def script(server, request, context):
+        await accept(context)
+        yield started()
+        yield delta("a\n")
+        yield finished(seed=7)
+
+    async with unruly_server(script) as server:
+        done = await mini_infer("generate", "Hi", address=server.address)
+    assert done.stdout == "a\n"
+    assert done.error.endswith("finished: eos, seed 7")
+
+
+@pytest.mark.parametrize("flag", ["--logprobs", "--output-token-ids"])
+@pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",)])
+async def test_what_only_json_can_show_needs_it(command, flag):
+    done = await mini_infer(*command, flag)
+    assert (done.status, done.stdout) == (2, "")
+    assert done.error.startswith(f"error: {flag} needs `mini-infer generate --json`")
 
 
 async def test_ctrl_c_cancels_at_the_server_and_exits_130():
@@ -217,7 +284,7 @@ async def test_ctrl_c_cancels_at_the_server_and_exits_130():
         process.send_signal(signal.SIGINT)
         stdout, stderr = await process.communicate()
         await asyncio.wait_for(server.cancelled.wait(), 10)
-    assert (process.returncode, stdout, stderr) == (130, b"", b"interrupted\n")
+    assert (process.returncode, stdout, stderr) == (130, b"\n", b"interrupted\n")
 
 
 async def test_a_reader_that_leaves_ends_it_quietly_and_at_the_server():
@@ -249,7 +316,7 @@ async def test_a_full_disk_is_told():
     [
         ("generate Hi >&-", 0, ("", "TTFT")),
         ("generate Hi >&- 2>&- <&-", 0, ("", "")),
-        ("generate Hi 2>/dev/full", 0, ("Hi", "")),
+        ("generate Hi 2>/dev/full", 0, ("Hi\n", "")),
         ("engines >&-", 0, ("", "")),
         ("chat <&-", 0, ("", "")),
         ("chat >&- <<< Hi", 0, ("", "TTFT")),
@@ -271,4 +338,4 @@ async def test_streams_that_are_closed_or_full(command, status, texts):
 async def test_an_encoding_without_the_character_is_no_failure():
     async with serving() as served:
         done = await mini_infer("generate", "wörld", address=served.address, PYTHONIOENCODING="ascii")
-    assert (done.status, done.stdout) == (0, "w?rld")
+    assert (done.status, done.stdout) == (0, "w?rld\n")

@@ -122,6 +122,39 @@ async def test_max_attempts_of_one_never_repeats():
         assert server.attempt == 1
 
 
+@pytest.mark.parametrize(("reason", "attempts"), [("QUEUE_TIMEOUT", 1), ("QUEUE_FULL", 1), ("QUOTA", 3)])
+async def test_who_may_not_queue_is_not_tried_again_for_the_queue(reason, attempts):
+    async def script(server, request, context):
+        await refuse(context, RESOURCE_EXHAUSTED, reason, retry_after_s=0.01)
+        yield
+
+    async with unruly_server(script) as server, Client(server.address) as client:
+        with pytest.raises(MiniInferError) as caught:
+            await client.generate(prompt="Hi", max_queue_duration_s=0)
+        assert (server.attempt, caught.value.num_attempts) == (attempts, attempts)
+        with pytest.raises(MiniInferError):
+            async for _ in client.stream(prompt="Hi", max_queue_duration_s=0):
+                pass
+        assert server.attempt == 2 * attempts
+
+
+async def test_a_stream_tells_of_its_attempts():
+    async def script(server, request, context):
+        if server.attempt < 3:
+            await refuse(context, RESOURCE_EXHAUSTED, "QUEUE_FULL", f"refusal {server.attempt}", retry_after_s=0.05)
+        async for event in answer("x"):
+            yield event
+
+    told = []
+    async with unruly_server(script) as server, Client(server.address) as client:
+        stream = client.stream(prompt="Hi", on_retry=lambda error, wait_s: told.append((str(error), wait_s >= 0.05)))
+        assert (stream.num_attempts, stream.retries_s) == (0, 0.0)
+        assert [piece.text async for piece in stream] == ["x"]
+        assert told == [("refusal 1", True), ("refusal 2", True)]
+        assert stream.num_attempts == 3
+        assert stream.retries_s > 0.1
+
+
 async def test_a_wait_beyond_the_timeout_fails_at_once_with_the_reason():
     async def script(server, request, context):
         await refuse(context, RESOURCE_EXHAUSTED, "QUEUE_FULL", retry_after_s=20.0)

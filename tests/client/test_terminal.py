@@ -4,9 +4,10 @@ import asyncio
 import signal
 import threading
 
+import grpc
 from support.command import mini_infer, on_terminal
 from support.serving import serving
-from support.unruly_server import accept, answer, delta, started, unruly_server
+from support.unruly_server import accept, answer, delta, refuse, started, unruly_server
 
 from mini_infer.engines.scripted_engine import Gate, Script, ScriptedEngine
 
@@ -50,7 +51,38 @@ async def test_a_terminal_is_not_steered_by_the_model():
             shown = await terminal.rest()
         assert "a\ufffd[2Jb\ufffd1mc\r\nd\te\r\n" in shown
         piped = await mini_infer("generate", "Hi", address=server.address)
-        assert piped.stdout == "a\x1b[2Jb\x9b1mc\nd\te"
+        assert piped.stdout == "a\x1b[2Jb\x9b1mc\nd\te\n"
+
+
+async def test_a_terminal_is_told_of_another_attempt_and_why():
+    async def script(server, request, context):
+        if server.attempt == 1:
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "too many", retry_after_s=1.0)
+        await accept(context)
+        async for event in answer("Hello"):
+            yield event
+
+    for command in (("generate", "Hi"), ("chat",)):
+        async with (
+            unruly_server(script) as server,
+            on_terminal(*command, address=server.address, COLUMNS="200") as terminal,
+        ):
+            if command == ("chat",):
+                await terminal.until("> ")
+                terminal.type("Hi\n")
+            await terminal.until("trying again (attempt 2, after a wait of 1.")
+            await terminal.until(" s): too many")
+            await terminal.until("attempt 2 after 1.")
+
+
+async def test_a_conversation_has_help():
+    async with on_terminal("chat", address="127.0.0.1:1") as terminal:
+        await terminal.until("> ")
+        terminal.type("/help\n")
+        assert "/reset begins anew, /exit or Ctrl-D leaves" in await terminal.until("Ctrl-C stops an answer")
+        await terminal.until("> ")
+        terminal.type("/wat\n")
+        await terminal.until("no command /wat; /help shows what there is")
 
 
 async def test_without_a_prompt_a_terminal_gets_a_usage_error():
@@ -116,6 +148,6 @@ async def test_a_conversation_on_a_terminal():
 async def test_a_conversation_through_a_pipe():
     async with serving() as served:
         done = await mini_infer("chat", address=served.address, stdin=b"Hello\n\n/exit\nnever\n")
-        assert (done.status, done.stdout.count("Hello")) == (0, 1)
+        assert (done.status, done.stdout.count("Hello"), done.stdout[-1]) == (0, 1, "\n")
         done = await mini_infer("chat", "--top-p", "7", address=served.address, stdin=b"Hello\n")
         assert (done.status, "sampling.top_p" in done.error) == (1, True)

@@ -22,9 +22,9 @@ from mini_infer.client.errors import (
     ServerUnreachable,
     Truncated,
 )
-from mini_infer.client.requests import GenerateOptions, Message, fill, generate_request
+from mini_infer.client.requests import GenerateOptions, Message, fill, generate_request, may_queue
 from mini_infer.client.retries import Retries
-from mini_infer.client.stream import Call, GenerationStream
+from mini_infer.client.stream import Call, GenerationStream, OnRetry
 from mini_infer.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from mini_infer.v1 import generation_pb2 as pb
 
@@ -39,7 +39,8 @@ class Client:
     """A connection to a server, open inside ``async with Client("localhost:50051") as client``.
 
     ``max_attempts`` bounds how often a call is tried where no token came: the server is busy and says when to come
-    back, its engine failed, the connection broke (see `retries`). 1 turns that off. Each ``timeout_s`` spans all
+    back, its engine failed, the connection broke (see `retries`). 1 turns that off. A generation that may not wait in
+    the queue (``max_queue_duration_s=0``) is not tried again for being refused there. Each ``timeout_s`` spans all
     attempts of a call. Every method raises `MiniInferError`.
     """
 
@@ -67,9 +68,12 @@ class Client:
             closing, self._open = self._open, None
             await closing.channel.close()
 
-    def stream(self, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]) -> GenerationStream:
+    def stream(
+        self, *, timeout_s: float | None = None, on_retry: OnRetry | None = None, **options: Unpack[GenerateOptions]
+    ) -> GenerationStream:
         """Generates an answer and streams it as it is made. Nothing is sent until the stream is read or entered.
 
+        ``on_retry`` is called before each wait for another attempt, with the failure of the last one and the seconds.
         Raises `InvalidArgument` at once for values that no field can hold; the rest is checked by the server.
         """
         request = generate_request(options)
@@ -77,12 +81,16 @@ class Client:
         def open_call(attempt_timeout_s: float | None) -> Call:
             return self._stubs.generation.GenerateStream(request, timeout=attempt_timeout_s)
 
-        return GenerationStream(open_call, max_attempts=self._max_attempts, timeout_s=timeout_s)
+        def new_retries() -> Retries:  # the clock runs from when the call begins
+            return Retries(self._max_attempts, timeout_s, may_queue=may_queue(request))
+
+        return GenerationStream(open_call, new_retries, on_retry or (lambda _error, _wait_s: None))
 
     async def generate(self, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]) -> results.Result:
         """Generates one whole answer."""
         request = generate_request(options)
-        response = await self._call(self._stubs.generation.Generate, request, timeout_s)
+        retries = Retries(self._max_attempts, timeout_s, may_queue=may_queue(request))
+        response = await self._repeat(self._stubs.generation.Generate, request, retries)
         if not response.HasField("finished"):
             raise Truncated("the answer came without its end")
         return convert.unary_result(response)
@@ -177,7 +185,11 @@ class Client:
         *,
         max_attempts: int | None = None,
     ) -> _Response:
-        retries = Retries(max_attempts or self._max_attempts, timeout_s)
+        return await self._repeat(method, request, Retries(max_attempts or self._max_attempts, timeout_s))
+
+    async def _repeat(
+        self, method: Callable[..., aio.UnaryUnaryCall[_Request, _Response]], request: _Request, retries: Retries
+    ) -> _Response:
         while True:
             call = method(request, timeout=retries.remaining_s())
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable
 from datetime import UTC
 
@@ -93,9 +94,14 @@ def engine(message: admin_pb2.EngineStatus) -> results.Engine:
 
 def model(message: pb.Model) -> results.Model:
     """A served model."""
-    sampling = {field.name: value for field, value in message.default_sampling.ListFields()}
+    sampling = {
+        field.name: _decimal(value) if isinstance(value, float) else value
+        for field, value in message.default_sampling.ListFields()
+    }
     if "logit_bias" in sampling:
-        sampling["logit_bias"] = dict(message.default_sampling.logit_bias)
+        sampling["logit_bias"] = {
+            token_id: _decimal(bias) for token_id, bias in message.default_sampling.logit_bias.items()
+        }
     return results.Model(
         name=message.name,
         source=message.source,
@@ -161,13 +167,20 @@ def _logprobs(messages: Iterable[pb.TokenLogprob]) -> tuple[results.TokenLogprob
         results.TokenLogprob(
             token_id=message.token_id,
             token=message.token,
-            logprob=message.logprob,
+            logprob=_decimal(message.logprob),
             top=tuple(
-                results.TopLogprob(token_id=top.token_id, token=top.token, logprob=top.logprob) for top in message.top
+                results.TopLogprob(token_id=top.token_id, token=top.token, logprob=_decimal(top.logprob))
+                for top in message.top
             ),
         )
         for message in messages
     )
+
+
+def _decimal(float32: float) -> float:
+    """A field of type float as it was meant, 0.7 and not 0.699999988079071: the fewest digits that mean the same."""
+    shorter = (float(f"{float32:.{num_digits}g}") for num_digits in range(6, 9))  # 9 always mean the same
+    return next((number for number in shorter if struct.unpack("f", struct.pack("f", number))[0] == float32), float32)
 
 
 def _seconds(duration: Duration) -> float:

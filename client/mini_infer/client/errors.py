@@ -71,6 +71,7 @@ class MiniInferError(Exception):
         self.time_to_first_token_s: float | None = None
         self.generated_tokens: int | None = None
         self.text = ""  # what a stream had delivered before
+        self.num_attempts = 1  # how often the call was tried
 
 
 class InvalidArgument(MiniInferError):

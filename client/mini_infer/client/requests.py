@@ -107,6 +107,11 @@ def generate_request(options: GenerateOptions) -> pb.GenerateRequest:
     return fill(pb.GenerateRequest(), {PATHS[name]: value for name, value in given.items()})
 
 
+def may_queue(request: pb.GenerateRequest) -> bool:
+    """Whether it may wait for its turn; with a longest wait of 0 it is to start at once or be refused."""
+    return not request.HasField("max_queue_duration") or request.max_queue_duration.ToNanoseconds() != 0
+
+
 def fill(request: _Request, values: Mapping[str, Any]) -> _Request:
     """Sets fields by their paths; None leaves one out. Raises `InvalidArgument` for values that a field cannot hold."""
     for path, value in values.items():
@@ -139,7 +144,7 @@ def _assign(target: Any, field: str, value: Any) -> None:
     elif field == "logit_bias":
         target.logit_bias.update(value)
     elif field == "engine_kind":
-        target.engine_kind = pb.EngineKind.Value(f"ENGINE_KIND_{value.upper()}")
+        target.engine_kind = _engine_kind(value)
     elif field == "max_queue_duration":
         target.max_queue_duration.FromTimedelta(timedelta(seconds=value))
     elif field in ("ids", "strings", "request_ids") or (field == "token_ids" and not isinstance(value, bool)):
@@ -147,6 +152,13 @@ def _assign(target: Any, field: str, value: Any) -> None:
         getattr(target, field).extend(value)
     else:
         setattr(target, field, value)
+
+
+def _engine_kind(word: str) -> int:
+    kinds = {name.removeprefix("ENGINE_KIND_").lower(): number for name, number in pb.EngineKind.items() if number}
+    if word.lower() not in kinds:
+        raise ValueError(f"the kinds are {', '.join(kinds)}")
+    return kinds[word.lower()]
 
 
 def _refuse_bare_string(value: Any) -> None:

@@ -14,7 +14,15 @@ from __future__ import annotations
 import random
 import time
 
-from mini_infer.client.errors import DeadlineExceeded, MiniInferError, Overloaded, SlowReader, Unavailable
+from mini_infer.client.errors import (
+    DeadlineExceeded,
+    MiniInferError,
+    Overloaded,
+    QueueFull,
+    QueueTimeout,
+    SlowReader,
+    Unavailable,
+)
 
 FIRST_BACKOFF_S = 0.1
 """Where the server names no time: this, doubled with each attempt."""
@@ -27,14 +35,28 @@ LONGEST_TIMEOUT_S = 100 * 365 * 24 * 3600.0
 
 
 class Retries:
-    """The attempts of one call. ``timeout_s`` spans all of them and the waits between."""
+    """The attempts of one call. ``timeout_s`` spans all of them and the waits between.
 
-    def __init__(self, max_attempts: int, timeout_s: float | None) -> None:
+    Without ``may_queue`` the caller wants to start at once or be refused, so a queue's refusal is final.
+    """
+
+    def __init__(self, max_attempts: int, timeout_s: float | None, *, may_queue: bool = True) -> None:
         self._max_attempts = max_attempts
+        self._may_queue = may_queue
         self._num_failed = 0
+        self._begin_s = time.monotonic()
         self._deadline_s: float | None = None
         if timeout_s is not None and not timeout_s > LONGEST_TIMEOUT_S:
-            self._deadline_s = time.monotonic() + timeout_s
+            self._deadline_s = self._begin_s + timeout_s
+
+    @property
+    def num_attempts(self) -> int:
+        """With the one that runs."""
+        return self._num_failed + 1
+
+    def elapsed_s(self) -> float:
+        """Since the first attempt began."""
+        return time.monotonic() - self._begin_s
 
     def remaining_s(self) -> float | None:
         """What is left of the timeout, above 0; None without one. Raises `DeadlineExceeded` where nothing is."""
@@ -46,7 +68,10 @@ class Retries:
     def wait_s(self, error: MiniInferError) -> float:
         """How long to wait before the next attempt. Raises ``error`` itself where there is none."""
         self._num_failed += 1
+        error.num_attempts = self._num_failed
         if self._num_failed >= self._max_attempts or not can_retry(error):
+            raise error
+        if not self._may_queue and isinstance(error, QueueFull | QueueTimeout):
             raise error
         wait_s = error.retry_after_s if error.retry_after_s is not None else self._backoff_s()
         wait_s *= random.uniform(1.0, 1.2)  # noqa: S311  # spreads callers that were refused together

@@ -52,7 +52,7 @@ def error_from_rpc(rpc_error: aio.AioRpcError) -> errors.MiniInferError:
     reason = info.reason if info is not None and info.domain == DOMAIN else ""
     trailers = {key: value for key, value in rpc_error.trailing_metadata() or () if isinstance(value, str)}
     error = _error_class(rpc_error, reason)(
-        rpc_error.details() or rpc_error.code().name,
+        _message(rpc_error, reason),
         reason=reason,
         code=rpc_error.code(),
         retry_after_s=_retry_after_s(details, trailers),
@@ -64,6 +64,13 @@ def error_from_rpc(rpc_error: aio.AioRpcError) -> errors.MiniInferError:
     error.time_to_first_token_s = None if ttft_ms is None else ttft_ms / 1e3
     error.generated_tokens = _number(int, trailers.get("mini-infer-generated-tokens"))
     return error
+
+
+def _message(rpc_error: aio.AioRpcError, reason: str) -> str:
+    """The server's words; for a deadline that gRPC kept there are only its own, which tell of streams and sockets."""
+    if not reason and rpc_error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "the deadline passed"
+    return rpc_error.details() or rpc_error.code().name
 
 
 def _error_class(rpc_error: aio.AioRpcError, reason: str) -> type[errors.MiniInferError]:

@@ -21,6 +21,9 @@ Call = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateStreamResponse]
 OpenCall = Callable[[float | None], Call]
 """Begins an attempt that may take so many seconds."""
 
+OnRetry = Callable[[MiniInferError, float], None]
+"""Is told why an attempt failed and the seconds until the next."""
+
 _Progress = Delta | None
 """A delta, or None where the stream only came further: its header or its start arrived."""
 
@@ -34,10 +37,10 @@ class GenerationStream:
     then ``request_id`` and ``started`` are those of the newest one.
     """
 
-    def __init__(self, open_call: OpenCall, *, max_attempts: int, timeout_s: float | None) -> None:
+    def __init__(self, open_call: OpenCall, new_retries: Callable[[], Retries], on_retry: OnRetry) -> None:
         self._open_call = open_call
-        self._max_attempts = max_attempts
-        self._timeout_s = timeout_s
+        self._new_retries = new_retries
+        self._on_retry = on_retry
         self._call: Call | None = None
         self._cancelled = asyncio.Event()
         self._progress = self._attempts()
@@ -51,6 +54,10 @@ class GenerationStream:
         """The server's own id of this generation; empty until its header came."""
         self.started: Started | None = None
         """Set once the generation has left the queue."""
+        self.num_attempts = 0
+        """How often the server was asked so far."""
+        self.retries_s = 0.0
+        """From the first attempt to the newest: no part of the server's times, which are those of the newest."""
         self.first_token: FirstToken | None = None
         """Set with the first delta: where the time to the first token went."""
 
@@ -113,9 +120,11 @@ class GenerationStream:
             self._call.cancel()
 
     async def _attempts(self) -> AsyncGenerator[_Progress, None]:
-        retries = Retries(self._max_attempts, self._timeout_s)
+        retries = self._new_retries()
         while not self._cancelled.is_set():
             self._call = self._open_call(retries.remaining_s())
+            self.num_attempts = retries.num_attempts
+            self.retries_s = retries.elapsed_s() if self.num_attempts > 1 else 0.0
             try:
                 async with aclosing(self._events(self._call)) as events:
                     async for progress in events:
@@ -127,7 +136,9 @@ class GenerationStream:
                 raise
             except MiniInferError as error:
                 self._complete(error)
-                await self._wait(retries.wait_s(error))
+                wait_s = retries.wait_s(error)
+                self._on_retry(error, wait_s)
+                await self._wait(wait_s)
             finally:
                 self._call.cancel()  # without effect on a call that has ended; grpc.aio never cancels dropped ones
 

@@ -19,10 +19,11 @@ app = typer.Typer(
 
 Address = Annotated[str, typer.Option(envvar="MINI_INFER_ADDRESS", help="The server, as host:port.")]
 Json = Annotated[bool, typer.Option("--json", help="Write JSON lines.")]
-System = Annotated[str | None, typer.Option(help="A system message for the conversation.")]
 Timeout = Annotated[float | None, typer.Option(min=0, help="Seconds for the whole call; no limit by default.")]
+Attempts = Annotated[int, typer.Option(min=1, help="How often to ask a server that is busy or away; 1 asks once.")]
 Wait = Annotated[float, typer.Option(min=0, help="Seconds to wait for the server to be ready, before all else.")]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_ATTEMPTS = 3
 
 
 def _show_version(wanted: bool) -> None:
@@ -50,10 +51,11 @@ def generate(
         str | None, typer.Argument(help="The text to continue; - or nothing reads it from a pipe.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Lay the prompt out as a user's message.")] = False,
-    system: System = None,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt; implies --chat.")] = None,
     json: Json = False,
     wait: Wait = 0,
     timeout: Timeout = None,
+    max_attempts: Attempts = DEFAULT_ATTEMPTS,
     address: Address = DEFAULT_ADDRESS,
     options: dict[str, Any],
 ) -> None:
@@ -61,11 +63,16 @@ def generate(
 
     A summary follows on standard error. One line break at the end of a piped prompt is dropped.
     """
-    from mini_infer.client.cli.generate import generate, request_input
+    from mini_infer.client import Client
+    from mini_infer.client.cli.generate import check_output, generate, request_input
 
     run(
         lambda: generate(
-            address, {**options, **request_input(prompt, chat, system)}, as_json=json, wait_s=wait, timeout_s=timeout
+            Client(address, max_attempts=max_attempts),
+            {**check_output(options, as_json=json), **request_input(prompt, chat, system)},
+            as_json=json,
+            wait_s=wait,
+            timeout_s=timeout,
         ),
         address,
     )
@@ -75,16 +82,28 @@ def generate(
 @takes_generation_flags
 def chat(
     *,
-    system: System = None,
+    system: Annotated[str | None, typer.Option(help="A system message for the conversation.")] = None,
     wait: Wait = 0,
     timeout: Timeout = None,
+    max_attempts: Attempts = DEFAULT_ATTEMPTS,
     address: Address = DEFAULT_ADDRESS,
     options: dict[str, Any],
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, /reset begins anew, Ctrl-D or /exit leaves."""
+    from mini_infer.client import Client
     from mini_infer.client.cli.chat import chat
+    from mini_infer.client.cli.generate import check_output
 
-    leave(lambda: chat(address, options, system=system, wait_s=wait, timeout_s=timeout), address)
+    leave(
+        lambda: chat(
+            Client(address, max_attempts=max_attempts),
+            check_output(options, as_json=False),
+            system=system,
+            wait_s=wait,
+            timeout_s=timeout,
+        ),
+        address,
+    )
 
 
 @app.command()

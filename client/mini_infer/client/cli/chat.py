@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mini_infer.client import Client, Message, MiniInferError
-from mini_infer.client.cli.generate import wait_ready, write_answer
+from mini_infer.client.cli.generate import retry_teller, wait_ready, write_answer
 from mini_infer.client.cli.output import Spinner, cancelled_summary, say, summary, tolerate_any_text
 from mini_infer.client.cli.run import FAILED, OK, error_line
 
@@ -35,27 +35,29 @@ class Conversation:
     async def say(self, text: str) -> None:
         """One turn: writes the answer and remembers both. Raises `MiniInferError` or CancelledError."""
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        stream = self._client.stream(messages=messages, timeout_s=self._timeout_s, **self._options)
+        spinner = Spinner()
+        stream = self._client.stream(
+            messages=messages, timeout_s=self._timeout_s, on_retry=retry_teller(spinner), **self._options
+        )
         try:
-            with Spinner() as spinner:
+            with spinner:
                 await write_answer(stream, spinner)
         except asyncio.CancelledError:
             say(f"{cancelled_summary(stream.first_token, stream.num_tokens)}; this turn is forgotten", dim=True)
             raise
         self.messages = [*messages, {"role": "assistant", "content": stream.result.text}]
-        say(summary(stream.result), dim=True)
+        say(summary(stream), dim=True)
 
 
-def chat(address: str, options: dict[str, Any], *, system: str | None, wait_s: float, timeout_s: float | None) -> int:
+def chat(client: Client, options: dict[str, Any], *, system: str | None, wait_s: float, timeout_s: float | None) -> int:
     """Talks until the input ends; returns the exit status. A failed turn counts only where nobody watches."""
     tolerate_any_text()
-    client = Client(address)
     conversation = Conversation(client, options, system, timeout_s)
     with asyncio.Runner() as runner:
         runner.run(client.__aenter__())
         try:
             runner.run(_wait(client, wait_s))
-            return _talk(conversation, runner, address)
+            return _talk(conversation, runner, client.address)
         finally:
             runner.run(client.close())
 
@@ -73,8 +75,10 @@ def _talk(conversation: Conversation, runner: asyncio.Runner, address: str) -> i
             break
         if line == "/reset":
             conversation.reset()
+        elif line == "/help":
+            say("/reset begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer", dim=True)
         elif line.startswith("/"):
-            say("there are only /reset and /exit")
+            say(f"no command {line}; /help shows what there is")
         elif line:
             try:
                 runner.run(conversation.say(line))

@@ -25,9 +25,14 @@ FLAGS: dict[str, Any] = {
     "engine_id": _flag(str, "Only this engine.", PLACEMENT),
     "engine_kind": _flag(str, "Only engines of this kind: generate, replica, pipeline or scripted.", PLACEMENT),
     "session_id": _flag(str, "Prefer the engine that served this session before.", PLACEMENT),
-    "request_id": _flag(str, "A label of your own, for the server's log.", PLACEMENT),
+    "request_id": _flag(
+        str, "A label of your own, for the server's log and as a handle for CancelGeneration.", PLACEMENT
+    ),
     "max_queue_duration_s": _flag(
-        float, "Seconds to wait in the queue at most, in each of 3 attempts.", PLACEMENT, "--max-queue-duration"
+        float,
+        "Seconds to wait in the queue at most, in each attempt; 0: start at once or fail.",
+        PLACEMENT,
+        "--max-queue-duration",
     ),
     "temperature": _flag(float, "0 to 100; 0 is greedy.", SAMPLING),
     "top_p": _flag(float, "Above 0, at most 1.", SAMPLING),

@@ -10,6 +10,7 @@ from typing import Any
 from mini_infer.client import Client, Engine, GenerationStream, Message, MiniInferError
 from mini_infer.client.cli.output import Spinner, say, summary, tolerate_any_text, write, write_json
 from mini_infer.client.cli.run import OK, UsageError
+from mini_infer.client.stream import OnRetry
 
 
 def request_input(prompt: str | None, as_chat: bool, system: str | None) -> dict[str, Any]:
@@ -21,15 +22,24 @@ def request_input(prompt: str | None, as_chat: bool, system: str | None) -> dict
     return {"messages": [*said, {"role": "user", "content": text}]}
 
 
+def check_output(options: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+    """The options, where the output can hold what they ask for. Raises `UsageError`."""
+    for name, flag in (("logprobs", "--logprobs"), ("output_token_ids", "--output-token-ids")):
+        if options.get(name) and not as_json:
+            raise UsageError(f"{flag} needs `mini-infer generate --json`: plain text has no place for it")
+    return options
+
+
 async def generate(
-    address: str, options: dict[str, Any], *, as_json: bool, wait_s: float, timeout_s: float | None
+    client: Client, options: dict[str, Any], *, as_json: bool, wait_s: float, timeout_s: float | None
 ) -> int:
     """Writes one answer; returns the exit status."""
     tolerate_any_text()
-    async with Client(address) as client:
+    spinner = Spinner()
+    async with client:
         try:
-            stream = client.stream(timeout_s=timeout_s, **options)
-            with Spinner() as spinner:
+            stream = client.stream(timeout_s=timeout_s, on_retry=retry_teller(spinner), **options)
+            with spinner:
                 await wait_ready(client, wait_s, spinner)
                 if as_json:
                     await _write_events(stream, spinner)
@@ -39,7 +49,7 @@ async def generate(
             if as_json:
                 write_json(_error_event(error))
             raise
-    say(summary(stream.result), dim=True)
+    say(summary(stream), dim=True)
     return OK
 
 
@@ -54,8 +64,18 @@ async def wait_ready(client: Client, wait_s: float, spinner: Spinner) -> None:
         await client.wait_ready(wait_s, show)
 
 
+def retry_teller(spinner: Spinner) -> OnRetry:
+    """Says that there will be another attempt, and why; true still while that one runs."""
+
+    def show(error: MiniInferError, wait_s: float) -> None:
+        why = " ".join(str(error).split())
+        spinner.show(f"trying again (attempt {error.num_attempts + 1}, after a wait of {wait_s:.1f} s): {why}")
+
+    return show
+
+
 async def write_answer(stream: GenerationStream, spinner: Spinner) -> None:
-    """Writes the text as it comes. On a terminal it ends with a line break, however it ends."""
+    """Writes the text as it comes. It ends with a line break, however it ends: what follows is not part of it."""
     try:
         async with stream:
             await _follow_to_start(stream, spinner)
@@ -64,7 +84,7 @@ async def write_answer(stream: GenerationStream, spinner: Spinner) -> None:
                 write(delta.text)
     finally:
         spinner.stop()
-        if sys.stdout.isatty() and stream.text and not stream.text.endswith("\n"):
+        if stream.text and not stream.text.endswith("\n"):
             write("\n")
 
 
@@ -76,7 +96,8 @@ async def _write_events(stream: GenerationStream, spinner: Spinner) -> None:
         async for delta in stream:
             spinner.stop()
             write_json({"event": "delta", **dataclasses.asdict(delta)})
-    write_json({"event": "finished", **dataclasses.asdict(stream.result)})
+    attempts = {"num_attempts": stream.num_attempts, "retries_s": stream.retries_s}
+    write_json({"event": "finished", **dataclasses.asdict(stream.result), **attempts})
 
 
 async def _follow_to_start(stream: GenerationStream, spinner: Spinner) -> None:
@@ -99,6 +120,7 @@ def _error_event(error: MiniInferError) -> dict[str, Any]:
         "engine_id": error.engine_id,
         "time_to_first_token_s": error.time_to_first_token_s,
         "generated_tokens": error.generated_tokens,
+        "num_attempts": error.num_attempts,
     }
 
 

@@ -15,7 +15,8 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from mini_infer.client.results import FirstToken, Result
+from mini_infer.client.results import FirstToken
+from mini_infer.client.stream import GenerationStream
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -51,15 +52,17 @@ def tolerate_any_text() -> None:
             stream.reconfigure(errors="replace")
 
 
-def summary(result: Result) -> str:
-    """The line after an answer."""
-    timing = result.timing
+def summary(stream: GenerationStream) -> str:
+    """The line after an answer. Its times are those of the last attempt, which it names where it was not the first."""
+    result, timing = stream.result, stream.result.timing
     parts = [
         "" if timing.time_to_first_token_s is None else f"TTFT {milliseconds(timing.time_to_first_token_s)}",
         count_tokens(result.usage.completion_tokens),
         f"{timing.tokens_per_second:.1f} tokens/s" if timing.tokens_per_second else "",
         f"engine {result.engine.engine_id}" if result.engine.engine_id else "",
         f"finished: {result.finish_reason}",
+        f"seed {result.seed}" if result.seed is not None else "",
+        f"attempt {stream.num_attempts} after {stream.retries_s:.1f} s" if stream.num_attempts > 1 else "",
     ]
     return ", ".join(part for part in parts if part)
 

@@ -17,7 +17,7 @@ from mini_infer.client.cli.output import count_tokens, say
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 HINTS: dict[type[errors.MiniInferError], str] = {
-    errors.ServerUnreachable: "is a server running at {address}? --address names another",
+    errors.ServerUnreachable: "is it running? --address names another",
     errors.NoReadyEngine: "`mini-infer generate --wait SECONDS` waits for the model, `mini-infer engines` shows it",
     errors.ModelNotFound: "`mini-infer models` shows what is served",
     errors.EngineNotFound: "`mini-infer engines` shows what there is",
@@ -46,12 +46,23 @@ def error_line(error: errors.MiniInferError, address: str) -> str:
     hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), "").format(address=address)
     return "".join(
         (
-            f"error: {' '.join(str(error).split())}",
+            f"error: {_what(error, address)}",
             f" [{reason}]" if reason else "",
             f" (after {count_tokens(error.generated_tokens)})" if error.generated_tokens else "",
+            f" (after {error.num_attempts} attempts)" if error.num_attempts > 1 else "",
             f" - {hint}" if hint else "",
         )
     )
+
+
+def _what(error: errors.MiniInferError, address: str) -> str:
+    """What went wrong. Of gRPC's sentences about a connection the last part tells why there is none."""
+    text = " ".join(str(error).split())
+    if not isinstance(error, errors.ServerUnreachable) or error.code is None:
+        return text
+    if text.startswith(("failed to connect", "errors resolving")):
+        return f"no server at {address} ({text.rpartition(': ')[2].rstrip(']').lower()})"
+    return f"the connection to {address} broke ({text})"
 
 
 def _status_of(work: Callable[[], int], address: str) -> int:
