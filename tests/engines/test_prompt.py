@@ -151,6 +151,8 @@ def test_plain_texts_are_tokenized_as_the_tokenizer_does(name: str) -> None:
 
 def test_begin_token_makes_an_empty_prompt_good() -> None:
     assert preparer(sentencepiece_like()).prepare(Request(key="k", prompt="")).prompt_ids == (1,)
+    with pytest.raises(InvalidRequest, match=r"^prompt: the prompt is empty, and this model's tokenizer adds no token"):
+        TEXT.prepare(Request(key="k", prompt=""))
 
 
 def test_control_tokens_in_a_plain_prompt_are_control_tokens() -> None:

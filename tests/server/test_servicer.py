@@ -238,3 +238,12 @@ async def test_one_line_is_logged_per_stream_without_its_prompt(caplog: pytest.L
     assert (line["prompt_tokens"], line["tokens"]) == ("2", "5")
     assert 0 <= float(line["queue_ms"]) <= float(line["ttft_ms"]) <= float(line["total_ms"])
     assert "secret" not in caplog.text
+
+
+async def test_the_log_names_the_model_that_a_request_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    log_everything(caplog)
+    async with serving() as served:
+        await outcome(served.generation.GenerateStream(request()))
+        await outcome(served.generation.GenerateStream(request(placement=pb.Placement(engine_id="other/0"))))
+        await outcome(served.generation.GenerateStream(request(model="other")))
+    assert [line["model"] for line in log_lines(caplog)] == ["scripted", "scripted", "other"]

@@ -154,6 +154,10 @@ class Dispatcher:
         """The model's tokenizer, for coroutines. Raises `NotFound`, `InvalidRequest` or `NoReadyEngine`."""
         return ModelText(self._queue(model).text(), self._text_thread)
 
+    def served_name(self, model: str) -> str:
+        """The model that a request means: the only one where it names none, and "" where that could be several."""
+        return next(iter(self._queues)) if not model and len(self._queues) == 1 else model
+
     @property
     def models(self) -> list[ModelSnapshot]:
         """All models as they are now, in the order of the configuration."""
@@ -210,9 +214,10 @@ class Dispatcher:
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _queue(self, model: str) -> ModelQueue:
-        if not model and len(self._queues) > 1:
+        name = self.served_name(model)
+        if not name:
             raise InvalidRequest("model", f"name one of {', '.join(self._queues)}")
-        queue = self._queues.get(model) if model else next(iter(self._queues.values()))
+        queue = self._queues.get(name)
         if queue is None:
             raise NotFound(f"model {model!r} is not served here; there is {', '.join(self._queues)}", "MODEL_NOT_FOUND")
         return queue

@@ -126,7 +126,7 @@ class Generation:
         facts = {
             "id": self._key,
             "label": call.label if call else "",
-            "model": call.model if call else "",
+            "model": self._dispatcher.served_name(call.model) if call else "",
             "engine": stream.served_by.engine_id if stream and stream.served_by else "",
             "outcome": self._outcome or self._why_left(),
             "prompt_tokens": _prompt_tokens(stream),
