@@ -61,7 +61,8 @@ def generate(
 ) -> None:
     """Generate one answer, written to standard output as it is made.
 
-    A summary follows on standard error. One line break at the end of a piped prompt is dropped.
+    It ends with a line break, one of ours if need be. A summary follows on standard error. One line break at the end of
+    a piped prompt is dropped.
     """
     from mini_infer.client import Client
     from mini_infer.client.cli.generate import check_output, generate, request_input
