@@ -255,3 +255,17 @@ def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None
 def test_every_option_is_used() -> None:
     source = Path(options.__file__).with_name("config.py").read_text()
     assert all(f'settings["{option.name}"]' in source for option in OPTIONS)
+
+
+def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting() -> None:
+    links = {
+        "MINI_INFER_SERVICE_HOST": "10.0.0.7",
+        "MINI_INFER_SERVICE_PORT": "50051",
+        "MINI_INFER_SERVICE_PORT_GRPC": "50051",
+        "MINI_INFER_PORT": "tcp://10.0.0.7:50051",
+        "MINI_INFER_PORT_50051_TCP": "tcp://10.0.0.7:50051",
+        "MINI_INFER_PORT_50051_TCP_ADDR": "10.0.0.7",
+        "MINI_INFER_SERVER_PORT": "tcp://10.0.0.8:50051",
+    }
+    assert load_config([], links).port == 50051
+    assert load_config([], {**links, "MINI_INFER_PORT": "8000"}).port == 8000

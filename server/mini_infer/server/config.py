@@ -16,6 +16,7 @@ default. The file::
 
 from __future__ import annotations
 
+import re
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from mini_infer.server.options import ENV_PREFIX, OPTIONS, ConfigError
 from mini_infer.server.pool import PoolConfig
 
 DEFAULT_MODEL_NAME = "smollm2-135m-instruct"
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$")
 CLIENT_VARIABLE = "MINI_INFER_ADDRESS"  # the one that is not the server's
 MAX_SPAN_S = 24 * 3600.0
 _DEFAULTS = {option.name: option.default for option in OPTIONS}
@@ -112,6 +114,7 @@ def load_config(argv: Sequence[str], environ: Mapping[str, str]) -> ServerConfig
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Settings of the environment; an empty variable says nothing, as compose files and shells leave them."""
+    environ = {name: value for name, value in environ.items() if not _is_service_link(name, value)}
     known = {f"{ENV_PREFIX}CONFIG", CLIENT_VARIABLE, *(option.variable for option in OPTIONS)}
     unknown = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in known)
     if unknown:
@@ -121,6 +124,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         for option in OPTIONS
         if (text := environ.get(option.variable))
     }
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    """Whether Kubernetes set it, as it does in every pod beside a Service that is called mini-infer."""
+    return bool(_SERVICE_LINK.search(name)) or (name.endswith("_PORT") and "://" in value)
 
 
 def _models(layers: tuple[dict[str, Any], ...], file: File) -> tuple[ModelConfig, ...]:
