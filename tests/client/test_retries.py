@@ -64,9 +64,11 @@ async def test_a_refusal_is_repeated_when_the_server_says():
 @pytest.mark.parametrize("header", [True, False])
 async def test_how_often_each_failure_is_tried(code, reason, options, attempts, header):
     async def script(server, request, context):
-        if header:
+        trailers = options.get("trailers", ())
+        if header:  # the id in trailers too, as servers send it: grpc.aio drops a header that a status overtakes
             await accept(context, f"r-{server.attempt}")
-        await refuse(context, code, reason, **options)
+            trailers = (*trailers, ("mini-infer-request-id", f"r-{server.attempt}"))
+        await refuse(context, code, reason, **{**options, "trailers": trailers})
         yield
 
     async with unruly_server(script) as server, Client(server.address) as client:
