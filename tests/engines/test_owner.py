@@ -223,7 +223,7 @@ def test_deadlines_of_waiting_and_of_held_streams_are_kept_without_polling():
     gate = Gate()
     engine = ScriptedEngine(scripts=Script(tokens=["a"], gate=gate))
     with running(engine) as recorder:
-        ask(engine, "running", deadline_ns=soon_ns(0.2))
+        ask(engine, "running", deadline_ns=soon_ns(1.0))
         recorder.wait_started("running")
         ask(engine, "waiting", deadline_ns=soon_ns(0.05))
         assert isinstance(recorder.wait_end("waiting").error, DeadlineExceeded)

@@ -33,6 +33,10 @@ NUM_TOKENS_KEY = "mini-infer-generated-tokens"
 
 MAX_LOGGED_CHARACTERS = 128
 
+DEADLINE_SLACK = 0.02
+MIN_DEADLINE_SLACK_NS = 20_000_000
+"""How much earlier than the deadline that reached the server the client's own may be: a share of its span, or this."""
+
 _log = logging.getLogger(__name__)
 _PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
 
@@ -116,9 +120,12 @@ class Generation:
         return (*trailers, (NUM_TOKENS_KEY, str(self._num_tokens)))
 
     def _why_left(self) -> str:
+        """A client whose deadline passed leaves; gRPC rounds its timeout up on the way here, so ours is a bit later."""
         deadline_ns = self._call.request.deadline_ns if self._call else None
-        passed = deadline_ns is not None and deadline_ns <= time.monotonic_ns()
-        return DeadlineExceeded.reason if passed else "disconnected"
+        if deadline_ns is None:
+            return "disconnected"
+        slack_ns = max(MIN_DEADLINE_SLACK_NS, int((deadline_ns - self._arrival_ns) * DEADLINE_SLACK))
+        return DeadlineExceeded.reason if deadline_ns - slack_ns <= time.monotonic_ns() else "disconnected"
 
     def _line(self) -> str:
         stream, call = self._stream, self._call
