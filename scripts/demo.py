@@ -18,7 +18,7 @@ from typing import IO
 QUESTION = "What is the capital of France?"
 START_LIMIT_S = 180  # importing torch from a cold disk, and turning the default model into its fast form once
 ANSWER_LIMIT_S = 60
-STOP_LIMIT_S = 20  # above the server's own grace
+STOP_LIMIT_S = 20  # nothing runs any more, so the server's grace is not used
 COMMANDS = Path(sys.executable).parent
 
 

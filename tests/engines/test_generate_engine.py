@@ -1,6 +1,5 @@
 """GenerateEngine on SCRIPT: text, ends, cancelling, deadlines, faults, stamps."""
 
-import contextlib
 import threading
 import time
 from dataclasses import replace
@@ -9,7 +8,7 @@ import pytest
 import torch
 from support import tokenizers
 from support.events import Recorder, ask, assert_lawful, up
-from support.scripted_model import END_OF_TURN, EOS, NO_TEXT, Gate, ModelScript, scripted_engine
+from support.scripted_model import END_OF_TURN, EOS, HELLO, LONG, NO_TEXT, Gate, ModelScript, running, scripted_engine
 
 from mini_infer.engines import generate_engine
 from mini_infer.engines.api import (
@@ -25,18 +24,6 @@ from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.generate_engine import GenerateEngine
 
 TEXT = OutputOptions()
-HELLO = ModelScript(ids=list(b"Hello"))
-ENDLESS = ModelScript(ids=list(b"abc ") * 60)
-LONG = StopConditions(max_new_tokens=200)
-
-
-@contextlib.contextmanager
-def running(scripts=HELLO, **options):
-    engine, model = scripted_engine(scripts, **options)
-    try:
-        yield engine, model, up(engine)
-    finally:
-        engine.close()
 
 
 def answer(script, prompt="hi", tokenizer=tokenizers.byte_level, **wishes) -> tuple[Recorder, Finished | Failed]:

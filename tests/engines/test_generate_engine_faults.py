@@ -1,6 +1,5 @@
 """GenerateEngine on SCRIPT: cancelling, deadlines, stamps, and every kind of failure."""
 
-import contextlib
 import gc
 import logging
 import random
@@ -12,7 +11,7 @@ import psutil
 import pytest
 import torch
 from support.events import Recorder, ask, assert_lawful, up
-from support.scripted_model import Gate, ModelScript, scripted_engine
+from support.scripted_model import HELLO, LONG, Gate, ModelScript, running, scripted_engine
 
 from mini_infer.engines import generate_engine
 from mini_infer.engines.api import (
@@ -26,19 +25,6 @@ from mini_infer.engines.api import (
 )
 from mini_infer.engines.errors import DeadlineExceeded, Draining, EngineFailed, LoadError, OutOfMemory, StreamFailed
 from mini_infer.engines.generate_engine import is_out_of_memory
-
-HELLO = ModelScript(ids=list(b"Hello"))
-ENDLESS = ModelScript(ids=list(b"abc ") * 60)
-LONG = StopConditions(max_new_tokens=200)
-
-
-@contextlib.contextmanager
-def running(scripts=HELLO, **options):
-    engine, model = scripted_engine(scripts, **options)
-    try:
-        yield engine, model, up(engine)
-    finally:
-        engine.close()
 
 
 def held(num_allowed=0, **script):

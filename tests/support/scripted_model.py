@@ -3,6 +3,7 @@
 It goes through the real `generate`. Faults and delays are set per script, and for the whole model by `broken`.
 """
 
+import contextlib
 import functools
 import threading
 import time
@@ -10,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from support.events import up
 from support.tokenizers import byte_level
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from mini_infer.engines.api import ModelInfo
+from mini_infer.engines.api import ModelInfo, StopConditions
 from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.generate_engine import GenerateEngine
 from mini_infer.engines.model import LoadedModel
@@ -177,3 +179,18 @@ def scripted_engine(
         return loaded(model, codec, ends)
 
     return GenerateEngine(EngineConfig(model="script"), engine_id, load=load), model
+
+
+HELLO = ModelScript(ids=list(b"Hello"))
+ENDLESS = ModelScript(ids=list(b"abc ") * 60)
+LONG = StopConditions(max_new_tokens=200)
+
+
+@contextlib.contextmanager
+def running(scripts=HELLO, **options):
+    """A scripted engine that is READY, its model, and what it emits."""
+    engine, model = scripted_engine(scripts, **options)
+    try:
+        yield engine, model, up(engine)
+    finally:
+        engine.close()
