@@ -129,6 +129,18 @@ class PreparedRequest:
     output: OutputOptions
     deadline_ns: int | None = None
 
+    def end_reason(self, token_id: int, num_tokens: int) -> FinishReason | None:
+        """Why the answer ends with ``token_id``, its token number ``num_tokens``; None where it goes on.
+
+        Stop strings are not looked at: only the text shows them.
+        """
+        if num_tokens >= self.stop.min_new_tokens:
+            if token_id in self.eos_token_ids:
+                return FinishReason.EOS
+            if token_id in self.stop.token_ids:
+                return FinishReason.STOP_TOKEN
+        return self.limit_reason if num_tokens == self.stop.max_new_tokens else None
+
 
 # --- what happens -------------------------------------------------------------------------------------------------
 

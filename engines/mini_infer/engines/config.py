@@ -17,6 +17,7 @@ SHAPES = ("tiny", "qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-72b", "llama-3.1-8b")
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_THREADS = 1024
+MAX_RUNNING = 4096
 _DEVICE = re.compile(r"(cpu|cuda)(?::([0-9]{1,4}))?")
 
 
@@ -35,6 +36,10 @@ class EngineConfig:
     trust_remote_code: bool = False  # whether to run Python code that comes with the model
     cache_dir: str | None = None  # where the default model's unpacked copy is kept; None is ~/.cache/mini-infer
     default_sampling: Sampling = Sampling()  # the operator's; goes before the model's own
+    max_running: int | None = None  # streams at once, of engines that batch; None is 16 on a CPU, 256 on CUDA
+    cache_tokens: int | None = None  # tokens that the key/value cache holds; None is what the memory allows
+    prefill_tokens: int | None = None  # most prompt tokens in one step; None is 512 on a CPU, 2048 on CUDA
+    prefix_cache: bool = True  # whether prompts share the cached keys and values of equal beginnings
 
     def __post_init__(self) -> None:
         _require(bool(self.model), "model must not be empty")
@@ -51,6 +56,13 @@ class EngineConfig:
             self.num_threads is None or 1 <= self.num_threads <= MAX_THREADS,
             f"num_threads must be from 1 to {MAX_THREADS}, not {self.num_threads}",
         )
+        _require(
+            self.max_running is None or 1 <= self.max_running <= MAX_RUNNING,
+            f"max_running must be from 1 to {MAX_RUNNING}, not {self.max_running}",
+        )
+        for name in ("cache_tokens", "prefill_tokens"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} must be 1 or more, not {value}")
 
 
 def canonical_label(label: str) -> str:

@@ -15,6 +15,7 @@ MiniInferError
 ├── StreamFailed            this stream alone went wrong
 │   └── OutOfMemory
 └── LoadError               the engine never came up
+    └── NotExact            this engine cannot serve this model exactly; another kind can
 """
 
 from __future__ import annotations
@@ -126,6 +127,10 @@ class LoadError(MiniInferError):
     """The engine could not be built: a missing file, an absent device, a shape that does not fit."""
 
     reason = "LOAD_FAILED"
+
+
+class NotExact(LoadError):
+    """The packed path would not give this model's own answers. `GenerateEngine` serves it."""
 
 
 def one_line(error: BaseException, max_chars: int = 500) -> str:
