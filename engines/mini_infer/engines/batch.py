@@ -1,4 +1,4 @@
-"""What the scheduler and the runner hand each other for one step. Plain values; knows no tensors and decides nothing."""
+"""What scheduler and runner hand each other for one step. Plain values; knows no tensors and decides nothing."""
 
 from __future__ import annotations
 
