@@ -30,6 +30,7 @@ from mini_infer.engines.api import (
 from mini_infer.engines.errors import MiniInferError, StreamFailed
 from mini_infer.engines.stop_strings import StopMatcher
 from mini_infer.engines.text_decoder import TextDecoder
+from mini_infer.engines.token_bytes import TokenTable
 
 
 class TokenStreamer(TextIteratorStreamer):
@@ -78,12 +79,12 @@ class TokenStreamer(TextIteratorStreamer):
         self.text_queue: SimpleQueue[str | MiniInferError | None] = SimpleQueue()  # type: ignore[assignment]
         self.admitted_ns: int | None = None
         """When the engine took the stream; the engine's to set."""
+        self.num_cached_prompt_tokens = 0
+        """Prompt tokens that the engine did not have to compute; the engine's to set."""
         self.finished = False
         """Whether no more ids are wanted."""
         self._request = request
         self._stop = stop
-        self._eos_ids = request.eos_token_ids if request else frozenset[int]()
-        self._end_ids = self._eos_ids | frozenset(stop.token_ids)
         self._output = output
         self._every_token = output.every_token and sink is not None
         self._sink = sink
@@ -128,51 +129,53 @@ class TokenStreamer(TextIteratorStreamer):
         for token_id in ids:
             self.push(token_id)
 
-    def push(self, token_id: int, logprob: TokenLogprob | None = None) -> None:
-        """Takes one generated id. Once the stream is finished, ids are ignored."""
+    @property
+    def table(self) -> TokenTable:
+        """Looks up single tokens as this stream's text has them."""
+        return self._decoder.table
+
+    def push(self, token_id: int, logprob: TokenLogprob | None = None, *, at_ns: int | None = None) -> None:
+        """Takes one generated id, sampled at ``at_ns`` or now. Once the stream is finished, ids are ignored."""
         with self._lock:
             if self.finished:
                 return
             try:
-                self._push(token_id, logprob)
+                self._push(token_id, logprob, self._clock() if at_ns is None else at_ns)
             except BaseException:  # from a tokenizer; it is not to be asked again when the stream is failed for it
                 self._is_broken = True
                 raise
 
-    def _push(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        now_ns = self._stamp()
+    def _push(self, token_id: int, logprob: TokenLogprob | None, at_ns: int) -> None:
+        self._stamp(at_ns)
         self._new_ids.append(token_id)
         if logprob is not None:
             self._new_logprobs.append(logprob if self._has_first_bytes else self._first_logprob(logprob))
-        may_stop = self._num_tokens >= self._stop.min_new_tokens
-        if may_stop and token_id in self._end_ids:
-            self._close_at_token(token_id, now_ns)
+        reason = self._request.end_reason(token_id, self._num_tokens) if self._request else None
+        if reason is FinishReason.EOS or reason is FinishReason.STOP_TOKEN:
+            self._close_at_token(token_id, at_ns, reason)
             return
         text = self._decoder.step(token_id)
         if self._matcher is not None:
-            text = self._matcher.feed(text, counts=may_stop)
+            text = self._matcher.feed(text, counts=self._num_tokens >= self._stop.min_new_tokens)
             if self._matcher.matched is not None:
-                self._close(text, now_ns, FinishReason.STOP_STRING)
+                self._close(text, at_ns, FinishReason.STOP_STRING)
                 return
-        if self._num_tokens == self._stop.max_new_tokens:
-            assert self._request is not None
-            self._close(text, now_ns, self._request.limit_reason)
+        if reason is not None:
+            self._close(text, at_ns, reason)
         elif text or self._every_token:
-            self._deliver(text, now_ns)
+            self._deliver(text, at_ns)
 
-    def _stamp(self) -> int:
-        now_ns = self._clock()
+    def _stamp(self, at_ns: int) -> None:
         self._num_tokens += 1
         if self._last_token_ns is None:
-            self._first_token_ns = now_ns
-        elif now_ns - self._last_token_ns > self._max_gap_ns:
-            self._max_gap_ns = now_ns - self._last_token_ns
-        self._last_token_ns = now_ns
-        return now_ns
+            self._first_token_ns = at_ns
+        elif at_ns - self._last_token_ns > self._max_gap_ns:
+            self._max_gap_ns = at_ns - self._last_token_ns
+        self._last_token_ns = at_ns
 
     def _first_logprob(self, logprob: TokenLogprob) -> TokenLogprob:
         """The first token's bytes as they are in the text: without the space that its decoder strips."""
-        table = self._decoder.table
+        table = self.table
         if table.token(logprob.token_id) is None:
             return logprob
         self._has_first_bytes = True
@@ -209,14 +212,14 @@ class TokenStreamer(TextIteratorStreamer):
                 error = StreamFailed("generation stopped before the answer was complete")
                 self._close("", self._clock(), None if self._request is None else error)
 
-    def _close_at_token(self, token_id: int, now_ns: int) -> None:
+    def _close_at_token(self, token_id: int, now_ns: int, reason: FinishReason) -> None:
         """Ends the stream at an end or stop token, whose text is shown only where that was asked for."""
-        is_eos = token_id in self._eos_ids
+        is_eos = reason is FinishReason.EOS
         is_shown = not self._output.skip_special_tokens if is_eos else self._stop.include_stop_string
         text = self._rest(self._num_tokens - 1)
         if is_shown and (self._matcher is None or self._matcher.matched is None):
             text += self._decoder.step(token_id) + self._decoder.flush()
-        self._close(text, now_ns, FinishReason.EOS if is_eos else FinishReason.STOP_TOKEN, matched=token_id)
+        self._close(text, now_ns, reason, matched=token_id)
 
     def _rest(self, num_tokens: int) -> str:
         """All text that was held back; a stop string in it still counts, from ``min_new_tokens`` on."""
@@ -284,7 +287,7 @@ class TokenStreamer(TextIteratorStreamer):
         if isinstance(outcome, MiniInferError):
             self._sink(Failed(self._request.key, outcome, self.times))
         else:
-            usage = Usage(len(self._request.prompt_ids), self._num_tokens)
+            usage = Usage(len(self._request.prompt_ids), self._num_tokens, self.num_cached_prompt_tokens)
             seed = self._request.sampling.seed
             self._sink(Finished(self._request.key, outcome, usage, self.times, matched, seed))
 

@@ -12,11 +12,14 @@ They are read off the tokenizer's own decoder. Any other tokenizer has no scheme
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from mini_infer.engines.api import TokenLogprob, TopLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,11 @@ class TokenTable:
         if first:
             own = own[min(self.scheme.strip_left, len(own) - len(own.lstrip(b" "))) :]
         return own
+
+    def logprob(self, token_id: int, logprob: float, top: Iterable[tuple[int, float]] = ()) -> TokenLogprob:
+        """A chosen token's entry; ``top`` has the ids and log-probabilities of its alternatives, best first."""
+        rivals = tuple(TopLogprob(rival_id, self.token_bytes(rival_id), value) for rival_id, value in top)
+        return TokenLogprob(token_id, self.token_bytes(token_id), logprob, rivals)
 
     def _added_text(self, token_id: int, first: bool) -> str:
         """The text of one token: alone if it is the first, else what it adds after itself."""
