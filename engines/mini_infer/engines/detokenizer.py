@@ -31,7 +31,8 @@ class Detokenizer:
         name: of the engine; goes into the thread's name and the log.
         tokenizer: of all streams. What it raises ends the stream that asked, with `StreamFailed`.
         emit: takes the events of a round. Once it has raised, ``error`` says what, and all later work is dropped.
-        on_ended: takes the keys of the streams that ended by themselves in a round, after their ends were emitted.
+        on_ended: takes the keys of the streams that ended by themselves in a round, before their ends are emitted: the
+            engine has heard of an end by the time that the stream's key and slot are free again.
         on_broken: called once, after ``emit`` has raised.
     """
 
@@ -131,10 +132,10 @@ class Detokenizer:
             task()
         events, self._events = self._events, []
         ended, self._ended = self._ended, []
-        if events:
-            self._emit(events)
         if ended:
             self._on_ended(ended)
+        if events:
+            self._emit(events)
 
     def _break(self, error: BaseException) -> None:
         _log.error("engine %s: its texts reach nobody: %s", self._name, one_line(error), exc_info=error)
