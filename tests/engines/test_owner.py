@@ -5,17 +5,55 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.events import WAIT_S, Recorder, ask, assert_lawful, up
 
-from mini_infer.engines import owner
-from mini_infer.engines.api import EngineState, Failed, Finished, FinishReason, StateChanged, StopConditions
+from mini_infer.engines import life_cycle
+from mini_infer.engines.api import (
+    Delta,
+    EngineState,
+    Failed,
+    Finished,
+    FinishReason,
+    Started,
+    StateChanged,
+    StopConditions,
+)
 from mini_infer.engines.errors import DeadlineExceeded, Draining, EngineFailed, LoadError, NoReadyEngine
 from mini_infer.engines.scripted_engine import Gate, Script, ScriptedEngine
 
 ENDLESS = Script(tokens=["a "], repeat=True)
 LONG = StopConditions(max_new_tokens=4000)
+
+
+class TwoThreaded(ScriptedEngine):
+    """Leaves all that streams hear after `Started` to a second thread, as engines do that make text there."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.second = ThreadPoolExecutor(1)
+        self.may_speak = threading.Event()
+        self.may_speak.set()
+
+    def _post(self, *events):
+        for event in events:
+            if isinstance(event, Started):
+                super()._post(event)
+            else:
+                self.second.submit(self._speak, event)
+
+    def _speak(self, event):
+        assert self.may_speak.wait(WAIT_S)
+        self._pass_on([event])
+
+    def _abandon(self, error):
+        super()._abandon(error)
+        self.second.shutdown(wait=True)
+
+
+either_engine = pytest.mark.parametrize("engine_class", [ScriptedEngine, TwoThreaded])
 
 
 @contextlib.contextmanager
@@ -126,8 +164,9 @@ def test_a_crash_fails_running_and_waiting_streams(error):
         assert isinstance(recorder.ends("after")[0].error, EngineFailed)
 
 
-def test_state_changes_before_the_streams_hear_of_it():
-    engine = ScriptedEngine(scripts=Script(fail_at=1, error=RuntimeError("boom")))
+@either_engine
+def test_state_changes_before_the_streams_hear_of_it(engine_class):
+    engine = engine_class(scripts=Script(fail_at=1, error=RuntimeError("boom")))
     with running(engine) as recorder:
         ask(engine, "a")
         recorder.wait_end("a")
@@ -135,8 +174,9 @@ def test_state_changes_before_the_streams_hear_of_it():
         assert kinds.index(Failed) > len(kinds) - 1 - kinds[::-1].index(StateChanged)
 
 
-def test_close_fails_what_is_left_and_is_idempotent():
-    engine = ScriptedEngine(scripts=ENDLESS)
+@either_engine
+def test_close_fails_what_is_left_and_is_idempotent(engine_class):
+    engine = engine_class(scripts=ENDLESS)
     with running(engine) as recorder:
         ask(engine, "running", stop=LONG)
         ask(engine, "waiting", stop=LONG)
@@ -161,7 +201,7 @@ def test_close_before_start_and_during_load():
 
 
 def test_close_gives_up_on_a_step_that_hangs(monkeypatch):
-    monkeypatch.setattr(owner, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(life_cycle, "CLOSE_TIMEOUT_S", 0.1)
     hung, release = threading.Event(), threading.Event()
 
     class Hanging(ScriptedEngine):
@@ -254,7 +294,8 @@ def test_an_idle_engine_does_not_wake():
         assert not wakes
 
 
-def test_an_emit_that_raises_ends_the_engine_aloud(caplog):
+@either_engine
+def test_an_emit_that_raises_ends_the_engine_aloud(engine_class, caplog):
     recorder = Recorder()
 
     def emit(events):
@@ -262,7 +303,7 @@ def test_an_emit_that_raises_ends_the_engine_aloud(caplog):
             raise ValueError("the reader is gone")
         recorder(events)
 
-    engine = ScriptedEngine(scripts=Script(tokens=["a"]))
+    engine = engine_class(scripts=Script(tokens=["a"]))
     engine.start(emit)
     recorder.wait_state(EngineState.READY)
     ask(engine, "a")
@@ -285,8 +326,9 @@ def test_an_emit_that_always_raises_leaves_nothing_hanging(caplog):
     assert "nobody" in caplog.text
 
 
+@either_engine
 @pytest.mark.parametrize("ending", ["close", "crash"])
-def test_every_stream_has_exactly_one_end_whatever_races(ending):
+def test_every_stream_has_exactly_one_end_whatever_races(engine_class, ending):
     for seed in range(30):
         rng = random.Random(seed)
         error = RuntimeError("boom")
@@ -295,7 +337,7 @@ def test_every_stream_has_exactly_one_end_whatever_races(ending):
             "short": Script(tokens=["a", "b"]),
             "crash": Script(tokens=["a"], fail_at=rng.randint(1, 3), error=error),
         }
-        engine = ScriptedEngine(scripts=scripts, max_running=rng.randint(1, 3))
+        engine = engine_class(scripts=scripts, max_running=rng.randint(1, 3))
         recorder = up(engine)
         keys = [f"{i}" for i in range(40)]
 
@@ -326,6 +368,86 @@ def test_every_stream_has_exactly_one_end_whatever_races(ending):
         assert not engine._inbox.held
         assert not engine._inbox.cancelled
         assert engine.stats().num_running == 0
+
+
+# --- a second thread that hands over events ---
+
+
+def wait_until_at_rest(engine):
+    """Returns when the owner thread has no task left; a task that is given to it meanwhile comes later."""
+    engine._executor.submit(int).result(WAIT_S)
+
+
+def test_an_end_that_passes_on_the_second_thread_gives_its_slot_to_the_next_stream():
+    engine = TwoThreaded(scripts=Script(tokens=["a"]))
+    with running(engine) as recorder:
+        engine.may_speak.clear()
+        ask(engine, "first")
+        ask(engine, "second")
+        recorder.wait_started("first")
+        assert not recorder.events("second")
+        engine.may_speak.set()
+        for key in ("first", "second"):
+            assert isinstance(recorder.wait_end(key), Finished)
+            assert_lawful(recorder, key)
+
+
+def test_the_owner_rests_when_the_second_thread_has_passed_the_last_end():
+    engine = TwoThreaded(scripts=Script(tokens=["a"]))
+    with running(engine) as recorder:
+        ask(engine, "a")
+        recorder.wait_end("a")
+        wait_until_at_rest(engine)
+        ask(engine, "b")
+        assert isinstance(recorder.wait_end("b"), Finished)
+
+
+@pytest.mark.parametrize("owner_is", ["waiting", "at rest"])
+def test_events_of_the_second_thread_that_nobody_takes_end_the_engine(owner_is, caplog):
+    recorder = Recorder()
+    engine = TwoThreaded(scripts=Script(tokens=["a"]), max_running=2)
+    fails = [Finished] if owner_is == "at rest" else [Delta]
+
+    def emit(events):
+        if fails and isinstance(events[0], fails[0]):
+            fails.clear()
+            if owner_is == "at rest":
+                wait_until_at_rest(engine)
+            raise ValueError("the reader is gone")
+        recorder(events)
+
+    engine.start(emit)
+    recorder.wait_state(EngineState.READY)
+    ask(engine, "a")
+    assert isinstance(recorder.wait_end("a").error, EngineFailed)
+    assert recorder.wait_state(EngineState.FAILED).error.message.endswith("ValueError: the reader is gone")
+    assert_lawful(recorder, "a")
+    engine.close()
+
+
+def test_hand_overs_do_not_overlap_so_nothing_follows_an_end(monkeypatch):
+    monkeypatch.setattr(life_cycle, "CLOSE_TIMEOUT_S", 0.05)
+    recorder, inside, free = Recorder(), threading.Event(), threading.Event()
+
+    def emit(events):
+        if isinstance(events[0], Delta) and not inside.is_set():
+            inside.set()
+            assert free.wait(WAIT_S)
+        recorder(events)
+
+    engine = TwoThreaded(scripts=ENDLESS)
+    engine.start(emit)
+    recorder.wait_state(EngineState.READY)
+    ask(engine, "a", stop=LONG)
+    assert inside.wait(WAIT_S)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    closer.join(0.2)  # it cannot get through; were there no turns, it would
+    free.set()
+    closer.join(WAIT_S)
+    engine._executor.shutdown(wait=True)
+    assert recorder.deltas("a")
+    assert_lawful(recorder, "a")
 
 
 def _prepared(text, key):

@@ -240,10 +240,11 @@ StreamEvent = Started | Delta | Finished | Failed
 Event = StreamEvent | StateChanged
 
 Emit = Callable[[Sequence[Event]], None]
-"""How an engine hands over what happened: once per step, from its own thread. It must neither block nor raise.
+"""How an engine hands over what happened. It must neither block nor raise.
 
-Two kinds of `Failed` come from another thread: that of a stream which `submit` refuses, from the thread that called it,
-and those of streams left over at `close`.
+It is called from the engine's own threads, one call at a time: from the owner thread once per step, and where a second
+thread makes the text, from that one too. Two kinds of `Failed` come from other threads: that of a stream which `submit`
+refuses, from the thread that called it and perhaps during another call; and those of streams left over at `close`.
 """
 
 

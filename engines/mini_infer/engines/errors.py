@@ -133,6 +133,10 @@ class NotExact(LoadError):
     """The packed path would not give this model's own answers. `GenerateEngine` serves it."""
 
 
-def one_line(error: BaseException, max_chars: int = 500) -> str:
-    """What an exception says, as one line for a message of ours; its class where it says nothing."""
-    return " ".join((str(error) or type(error).__name__).split())[:max_chars]
+def one_line(error: BaseException, max_chars: int = 500, *, named: bool = False) -> str:
+    """What an exception says, as one line for a message of ours; its class where it says nothing.
+
+    ``named``: its class before that, for exceptions that nobody foresaw and whose words alone may tell little.
+    """
+    name, said = type(error).__name__, " ".join(str(error).split())
+    return (f"{name}: {said}" if named and said else said or name)[:max_chars]

@@ -1,8 +1,8 @@
 """Which streams an engine holds: who waits, who runs, who was cancelled. Knows no thread's work and sends nothing.
 
-Everything is under one short lock, never nested. ``held`` is the ledger: it names every accepted stream that has had no
-final event. An event passes only for a stream in it, and a final event takes the stream out, so that no race can
-give a stream two ends or none.
+Everything is under one short lock, inside which no other is taken. ``held`` is the ledger: it names every accepted
+stream that has had no final event. An event passes only for a stream in it, and a final event takes the stream out, so
+that no race can give a stream two ends or none.
 """
 
 from __future__ import annotations
@@ -82,8 +82,11 @@ class Inbox:
     def wake(self) -> None:
         """Lets the owner look again."""
         with self._changed:
-            self._woken = True
-            self._changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._woken = True
+        self._changed.notify_all()
 
     def wait(self, next_step_ns: Callable[[], int | None]) -> None:
         """Sleeps until a stream can be taken, someone calls `wake`, or an instant comes that matters to a stream.
@@ -103,7 +106,11 @@ class Inbox:
         return min((at_ns for at_ns in instants if at_ns is not None), default=None)
 
     def take(self) -> list[PreparedRequest]:
-        """The waiting streams, oldest first, for which there are slots."""
+        """The waiting streams, oldest first, for which there are slots.
+
+        A slot is free when its stream's end has passed, from whichever thread. The engine may still hold what is left
+        of that stream then; so it takes first, and then clears away what it was told of before those ends passed.
+        """
         with self._changed:
             num_free = self._max_running - len(self.running)
             return [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
@@ -119,7 +126,7 @@ class Inbox:
         return removed
 
     def pass_on(self, events: Sequence[Event]) -> list[Event]:
-        """Drops events of streams that have ended, and notes who runs and who ends."""
+        """Drops events of streams that have ended, and notes who runs and who ends; an end wakes the owner."""
         passed: list[Event] = []
         with self._changed:
             for event in events:
@@ -136,11 +143,13 @@ class Inbox:
         elif isinstance(event, Finished | Failed):
             for keys in (self.held, self.running, self.cancelled):
                 keys.discard(event.key)
+            self._wake()  # a slot is free, and the owner may rest if it was the last stream
 
     def owe(self, events: Sequence[Event]) -> None:
-        """Takes back final events that nobody heard of: their streams are still owed one."""
+        """Takes back final events that nobody heard of: their streams are still owed one. Wakes the owner."""
         with self._changed:
             self.held.update(event.key for event in events if isinstance(event, Finished | Failed))
+            self._wake()
 
     def owed(self) -> list[str]:
         """The keys of all streams that have had no final event; none of them waits any more."""
