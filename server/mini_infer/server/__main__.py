@@ -1,4 +1,4 @@
-"""`mini-infer-server`: reads its configuration, then builds and runs the server. Loads torch only in between."""
+"""`mini-infer-server`: reads its configuration, then serves or measures. Loads torch only in between."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from mini_infer.engines.errors import LoadError
 from mini_infer.server.address import CannotListen, listen_address
+from mini_infer.server.bench.options import BenchOptions, read_options
 from mini_infer.server.config import ServerConfig, load_config
 from mini_infer.server.options import ConfigError
 from mini_infer.server.run import EXIT_FAILED, complain, open_closed_streams, run, say
@@ -25,16 +27,15 @@ _EXTRA = (
 
 
 def main() -> NoReturn:
-    """Serves, and exits: 0 after a drain, 2 for an invalid configuration, 1 for one that does not work here."""
+    """Serves or measures, and exits: 0 after a drain, 2 for an invalid configuration, 1 for what does not work here."""
     open_closed_streams()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end_at_once)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: a name need not be in its encoding
     try:
-        config = load_config(sys.argv[1:], os.environ)
-        _log_to_stderr(config.log_level)
-        listen_address(config.host, config.port)  # so that a taken port is reported before torch is loaded
+        is_bench = sys.argv[1:2] == ["bench"]
+        work = _read_bench(sys.argv[2:]) if is_bench else _read_server(sys.argv[1:])
     except ConfigError as error:
         complain(error)
         sys.exit(EXIT_USAGE)
@@ -45,7 +46,7 @@ def main() -> NoReturn:
     # as long: 2 threads on 2 cores that were not idle made 3 tokens/s spinning and 12 asleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        code = asyncio.run(_serve(config))
+        code = work()
     except LoadError as error:
         complain(error)
         code = EXIT_FAILED
@@ -56,6 +57,19 @@ def main() -> NoReturn:
         code = EXIT_FAILED
     logging.shutdown()
     os._exit(code)  # a thread that still loads a model would be waited for
+
+
+def _read_server(argv: Sequence[str]) -> Callable[[], int]:
+    config = load_config(argv, os.environ)
+    _log_to_stderr(config.log_level)
+    listen_address(config.host, config.port)  # so that a taken port is reported before torch is loaded
+    return lambda: asyncio.run(_serve(config))
+
+
+def _read_bench(argv: Sequence[str]) -> Callable[[], int]:
+    options = read_options(argv, os.environ)
+    _log_to_stderr(options.log_level)
+    return lambda: _measure(options)
 
 
 def _end_at_once(number: int, _: object) -> NoReturn:
@@ -88,6 +102,12 @@ async def _serve(config: ServerConfig) -> int:
     for line in decisions(config):
         say(line)
     return await run(app)
+
+
+def _measure(options: BenchOptions) -> int:
+    from mini_infer.server.bench.command import run_bench
+
+    return run_bench(options)
 
 
 if __name__ == "__main__":
