@@ -22,8 +22,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from mini_infer.engines.api import PreparedRequest
+from mini_infer.engines.batch import Choice
+from mini_infer.engines.errors import StreamFailed
 from mini_infer.engines.model import LoadedModel
-from mini_infer.engines.sampler import Choice, Sampler
+from mini_infer.engines.sampling_table import SamplingTable
 
 HandOver = Callable[[Choice], bool]
 """Takes a chosen token; says whether it was the last."""
@@ -57,15 +59,22 @@ class _Step:
     """
 
     def __init__(self, request: PreparedRequest, device: torch.device, hand_over: HandOver) -> None:
-        self._sampler = Sampler(request, device)
+        self._table = SamplingTable(1, device)
+        self._table.set(0, request)
         self._hand_over = hand_over
         self._choice: Choice | None = None
         self._is_done = False
 
     def choose(self, input_ids: Tensor, logits: Tensor) -> int:
-        """The token of this step."""
-        self._choice = self._sampler.choose(input_ids, logits)
-        return self._choice.token_id
+        """The token of this step, after ``input_ids`` [1, length], by its ``logits`` [1, vocab].
+
+        Raises `StreamFailed` where the logits are no distribution, or where nothing is left to choose from.
+        """
+        (choice,) = self._table.choose(logits, [(0, input_ids.shape[1])], input_ids).to_host()
+        if choice.error is not None:
+            raise StreamFailed(choice.error)
+        self._choice = choice
+        return choice.token_id
 
     def settle(self) -> bool:
         """Hands the token over, unless that was done. Returns whether the stream has ended."""

@@ -22,6 +22,7 @@ from mini_infer.engines.api import (
     TokenLogprob,
     TopLogprob,
 )
+from mini_infer.engines.batch import Choice
 from mini_infer.engines.config import EngineConfig, canonical_label
 from mini_infer.engines.devices import resolve_device
 from mini_infer.engines.errors import EngineFailed, LoadError, MiniInferError, OutOfMemory, StreamFailed
@@ -29,7 +30,6 @@ from mini_infer.engines.generate_call import generate
 from mini_infer.engines.model import LoadedModel, load_model
 from mini_infer.engines.owner import EmitFailed, OwnedEngine, first_line, unstarted_end
 from mini_infer.engines.preparation import BUILT_IN_SAMPLING
-from mini_infer.engines.sampler import Choice
 from mini_infer.engines.streamer import TokenStreamer
 from mini_infer.engines.token_bytes import TokenTable
 

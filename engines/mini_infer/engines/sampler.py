@@ -1,158 +1,170 @@
-"""The choice of the next token of one stream, from raw logits. Knows no model, no text and no thread.
+"""From raw logits to the next tokens of many streams at once: the steps, as functions. Knows no request, slot or text.
 
-Order: logit_bias, repetition, presence and frequency penalties, end tokens held back by min_new_tokens, temperature,
-top_k, top_p, min_p. All in float32. Functions take scores of shape [rows, vocab] and return new ones.
+Scores are [rows, vocab] float32, parameters [rows, 1]. Each row is worked on alone: sums that decide are sums of
+integers, so that neither company nor a device's order of adding changes a choice. Nothing here waits for a device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import Tensor
-from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
-from mini_infer.engines.api import PreparedRequest, Sampling
-from mini_infer.engines.errors import StreamFailed
+NOT_NUMBERS = -1
+"""In the place of a token id: the row holds NaN or +inf, or nothing but -inf."""
+NOTHING_LEFT = -2
+"""In the place of a token id: bias, penalties and tokens held back leave nothing to choose from."""
 
 _FLOAT32 = torch.finfo(torch.float32)
-_MASK64 = (1 << 64) - 1
-_OFF = float("-inf")
+_WEIGHT_OF_BEST = 1 << 44  # the weights of 2**19 - 1 tokens add up to less than 2**63
+_DIGIT_BITS = 11  # three of them hold a rank
+_NUM_DIGITS = 1 << _DIGIT_BITS
+_GOLDEN, _MIX_1, _MIX_2 = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A chosen token. Log-probabilities are of the raw distribution; None and empty where they were not asked for."""
-
-    token_id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()  # best first: token id, logprob
+# --- what holds for greedy decoding too ---------------------------------------------------------------------------
 
 
-class Sampler:
-    """Chooses the tokens of one stream. What it draws depends on the stream's seed and the position alone."""
-
-    def __init__(self, request: PreparedRequest, device: torch.device) -> None:
-        self._request = request
-        self._sampling = request.sampling
-        self._generator = torch.Generator(device)
-
-    def choose(self, input_ids: Tensor, logits: Tensor) -> Choice:
-        """The next token after ``input_ids`` [1, prompt and answer so far], by its ``logits`` [1, vocab], any dtype.
-
-        Raises `StreamFailed` where the logits are no distribution, or where nothing is left to choose from.
-        """
-        logits = logits.float()
-        require_distribution(logits, "the model's logits are not numbers")
-        num_prompt = len(self._request.prompt_ids)
-        scores = self._biased(logits, input_ids, input_ids[:, num_prompt:])
-        require_distribution(scores, "no token is left to choose from")
-        token_id = int(self._pick(scores, input_ids.shape[1] - num_prompt))
-        if not self._request.output.logprobs:
-            return Choice(token_id)
-        return Choice(token_id, *raw_logprobs(logits, token_id, self._request.output.top_logprobs))
-
-    def _biased(self, scores: Tensor, input_ids: Tensor, answer_ids: Tensor) -> Tensor:
-        """What holds for greedy decoding too."""
-        sampling, stop = self._sampling, self._request.stop
-        if sampling.logit_bias:
-            scores = add_bias(scores, sampling.logit_bias)
-        if sampling.repetition_penalty not in (None, 1.0):
-            scores = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))(input_ids, scores)
-            scores = scores.clamp(max=_FLOAT32.max)  # a penalty near 0 makes infinities
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            scores = penalise_answer(
-                scores, answer_ids, sampling.presence_penalty or 0.0, sampling.frequency_penalty or 0.0
-            )
-        if answer_ids.shape[1] < stop.min_new_tokens:
-            scores = without(scores, self._request.eos_token_ids.union(stop.token_ids))
-        return scores
-
-    def _pick(self, scores: Tensor, position: int) -> Tensor:
-        if self._sampling.is_greedy:
-            return scores.argmax(-1)
-        seed = self._sampling.seed
-        assert seed is not None, "a request that samples has a seed"
-        self._generator.manual_seed(mix(seed, position))
-        return draw(truncate(scores, self._sampling), self._generator)
+def add_at(scores: Tensor, token_ids: Tensor, values: Tensor) -> Tensor:
+    """Adds ``values`` to single tokens, both [rows, num]; ids that the model does not have are passed over."""
+    known = (token_ids >= 0) & (token_ids < scores.shape[-1])
+    return scores.scatter_add(-1, token_ids * known, values.masked_fill(~known, 0.0))
 
 
-def require_distribution(scores: Tensor, message: str) -> None:
-    """Raises `StreamFailed` where a row holds NaN or +inf, or nothing but -inf: its maximum shows all three."""
-    if not bool(scores.amax(-1).isfinite().all()):
-        raise StreamFailed(message)
+def count_tokens(token_ids: Tensor, counted: Tensor, vocab_size: int) -> Tensor:
+    """How often each token is among ``token_ids`` where ``counted``, both [rows, length]: [rows, vocab] float32."""
+    counts = torch.zeros(len(token_ids), vocab_size, device=token_ids.device)
+    return counts.scatter_add_(-1, token_ids * counted, counted.float())  # what does not count may be no token id
 
 
-def raw_logprobs(logits: Tensor, token_id: int, num_top: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """The log-probability of a token and the ``num_top`` most probable tokens with theirs. ``logits`` is [1, vocab]."""
-    logprobs = logits.log_softmax(-1)[0]
-    values, ids = logprobs.topk(min(num_top, logprobs.shape[0]))
-    return float(logprobs[token_id]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
+def penalise_repetition(scores: Tensor, counts: Tensor, penalty: Tensor) -> Tensor:
+    """Divides the scores of tokens seen before, and multiplies where they are negative (CTRL, arXiv 1909.05858)."""
+    penalised = torch.where(scores < 0, scores * penalty, scores / penalty.clamp(min=_FLOAT32.tiny))
+    return torch.where(counts > 0, penalised, scores).clamp(max=_FLOAT32.max)  # a penalty near 0 makes infinities
 
 
-def add_bias(scores: Tensor, bias: Mapping[int, float]) -> Tensor:
-    """Adds to single logits."""
-    ids = torch.tensor(list(bias), device=scores.device)
-    return scores.index_add(-1, ids, torch.tensor([list(bias.values())], device=scores.device).expand(len(scores), -1))
-
-
-def penalise_answer(scores: Tensor, answer_ids: Tensor, presence: float, frequency: float) -> Tensor:
-    """Subtracts ``presence`` from tokens that the answer [1, length] holds, and ``frequency`` for each time it does."""
-    counts = torch.bincount(answer_ids[0], minlength=scores.shape[-1])
+def penalise_answer(scores: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Subtracts ``presence`` from tokens that the answer holds, and ``frequency`` for each time it does."""
     return scores - presence * (counts > 0) - frequency * counts
 
 
-def without(scores: Tensor, token_ids: Iterable[int]) -> Tensor:
-    """Makes tokens impossible. A tokenizer may know end tokens that the model does not have."""
-    known = [token_id for token_id in token_ids if token_id < scores.shape[-1]]
-    return scores.index_fill(-1, torch.tensor(known, dtype=torch.long, device=scores.device), _OFF)
+def judge(token_ids: Tensor, raw_best: Tensor, best: Tensor) -> Tensor:
+    """`NOT_NUMBERS` or `NOTHING_LEFT` instead of a token where a row's maximum, all [rows], is not finite.
+
+    A maximum shows all three: NaN, +inf, and nothing but -inf. ``raw_best`` is of the logits, ``best`` of the scores.
+    """
+    token_ids = token_ids.masked_fill(~best.isfinite(), NOTHING_LEFT)
+    return token_ids.masked_fill(~raw_best.isfinite(), NOT_NUMBERS)
 
 
-def truncate(scores: Tensor, sampling: Sampling) -> Tensor:
-    """Temperature, then top_k, top_p and min_p, each on what the one before left."""
-    scores = heat(scores, sampling.temperature or 0.0)
-    unread: Any = None  # transformers' own take the ids too
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(unread, scores)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        scores = nucleus(scores, sampling.top_p)
-    if sampling.min_p:
-        scores = MinPLogitsWarper(sampling.min_p)(unread, scores)
-    return scores
+# --- sampling -----------------------------------------------------------------------------------------------------
 
 
-def heat(scores: Tensor, temperature: float) -> Tensor:
+def heat(scores: Tensor, temperature: Tensor) -> Tensor:
     """Divides by the temperature. Only differences count, so the best is put at 0 first: then nothing overflows."""
-    return (scores - scores.amax(-1, keepdim=True)) / max(temperature, _FLOAT32.tiny)
+    return (scores - scores.amax(-1, keepdim=True)) / temperature.clamp(min=_FLOAT32.tiny)
 
 
-def nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keeps the smallest set of most probable tokens that has at least ``top_p`` together; always at least one.
+def weigh(scores: Tensor) -> Tensor:
+    """Probabilities as integers, for scores whose best is 0: [rows, vocab] int64. Below 2**-44 of the best is 0."""
+    return scores.exp().mul_(_WEIGHT_OF_BEST).long()
 
-    The stable sort lets the lowest id win where tokens tie, as argmax does; transformers' own keeps the highest.
+
+def rank(scores: Tensor) -> Tensor:
+    """Numbers from 0 to 2**32 - 1 (int64) that are lower where a score is higher, and equal where scores are equal.
+
+    The bits of a float32, taken as an integer, are ordered as the numbers are, backwards where they are negative.
     """
-    values, order = scores.sort(stable=True, dim=-1, descending=True)
-    probabilities = values.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities
-    before[..., 0] = 0.0
-    return scores.masked_fill((before >= top_p).scatter(-1, order, before >= top_p), _OFF)
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 and 0.0 become one number
+    return ((bits >> 31) & 0x7FFFFFFF).bitwise_xor_(bits).long().neg_().add_(0x7FFFFFFF)
 
 
-def draw(scores: Tensor, generator: torch.Generator) -> Tensor:
-    """One token for each row, by its softmax: the winner of a race of exponential clocks.
+def keep_top_k(weights: Tensor, ranks: Tensor, top_k: Tensor) -> Tensor:
+    """Keeps the ``top_k`` (int64) best tokens; of tokens that tie those with the lowest ids."""
+    return weights * first(ranks, torch.ones_like(weights), top_k.clamp(max=weights.shape[-1]))
 
-    The token whose Exp(1) / probability is least wins with its probability (gpt-fast, LLaMA inference code).
+
+def keep_top_p(weights: Tensor, ranks: Tensor, top_p: Tensor) -> Tensor:
+    """Keeps the fewest best tokens that weigh at least ``top_p`` (float64) of all: one or more."""
+    total = weights.sum(-1, keepdim=True)
+    enough = torch.minimum((total * top_p).ceil().long().clamp(min=1), total)
+    return weights * first(ranks, weights, enough)
+
+
+def keep_min_p(weights: Tensor, min_p: Tensor) -> Tensor:
+    """Keeps tokens with at least ``min_p`` (float64) of the weight of the best."""
+    return weights * (weights >= min_p * _WEIGHT_OF_BEST)
+
+
+def first(ranks: Tensor, amounts: Tensor, enough: Tensor) -> Tensor:
+    """The fewest first tokens whose ``amounts`` together are ``enough``: [rows, vocab] bool.
+
+    First is the lowest rank, then the lowest id. A sort would tell, but takes ten times as long. So we look for the
+    last token that is needed, as one looks up a word: letter by letter of its rank, then by the id among those of the
+    same rank. ``amounts`` are int64, of sum ``enough`` or more.
     """
-    clocks = torch.empty_like(scores).exponential_(generator=generator)
-    clocks.clamp_(min=_FLOAT32.tiny)  # a clock at 0 would let an impossible token win by 0 / 0
-    return (scores.softmax(-1) / clocks).argmax(-1)
+    last = torch.zeros_like(enough)  # [rows, 1]: as much of the rank of the last token as is known
+    among = amounts  # of the tokens whose rank begins like this
+    for shift in (2 * _DIGIT_BITS, _DIGIT_BITS, 0):
+        beginning = ranks >> shift
+        digit, enough = _find_digit(beginning & (_NUM_DIGITS - 1), among, enough)
+        last = (last << _DIGIT_BITS) + digit
+        among = amounts * (beginning == last)
+    before = among.cumsum(-1).sub_(among)
+    return (ranks < last) | ((ranks == last) & (before < enough))
 
 
-def mix(seed: int, position: int) -> int:
-    """A 64-bit seed for one position: splitmix64's finaliser, since a CPU generator reads the low 32 bits only."""
-    value = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)
+def _find_digit(digits: Tensor, amounts: Tensor, enough: Tensor) -> tuple[Tensor, Tensor]:
+    """The digit of the last token needed, and what is ``enough`` among the tokens that have it; both [rows, 1]."""
+    sums = torch.zeros(len(digits), _NUM_DIGITS, dtype=torch.int64, device=digits.device)
+    up_to = sums.scatter_add_(-1, digits, amounts).cumsum(-1)
+    digit = torch.searchsorted(up_to, enough).clamp_(max=_NUM_DIGITS - 1)  # a row of NaN may find none
+    return digit, enough - up_to.gather(-1, digit) + sums.gather(-1, digit)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """One token for each row with a chance of its weight: [rows]. ``uniform`` is [rows, 1] float64 in [0, 1).
+
+    A token of weight 0 is never drawn: up to it weighs no more than before it.
+    """
+    up_to = weights.cumsum(-1)
+    total = up_to[:, -1:]
+    spot = torch.minimum((uniform * total).long(), total - 1)  # rounding may reach the total
+    return torch.searchsorted(up_to, spot, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """A random number in [0, 1), float64, that depends on the seed and the position alone; both are int64.
+
+    The upper 53 bits of splitmix64's output number ``position`` from a state of ``seed`` (Steele, Lea, Flood 2014).
+    """
+    return (_shift(mix(seed, position), 11)).double() * 2.0**-53
+
+
+def mix(seed: Tensor, position: Tensor) -> Tensor:
+    """64 random bits: splitmix64 in int64, whose products wrap as those of unsigned numbers do."""
+    value = seed + (position + 1) * _GOLDEN
+    value = (value ^ _shift(value, 30)) * _MIX_1
+    value = (value ^ _shift(value, 27)) * _MIX_2
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, num_bits: int) -> Tensor:
+    """To the right, filling up with zeros."""
+    return (value >> num_bits) & ((1 << (64 - num_bits)) - 1)
+
+
+# --- log-probabilities --------------------------------------------------------------------------------------------
+
+
+def with_top(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """The log-probability of each row's token [rows], then the ids of the most probable tokens, then theirs.
+
+    In one [rows, 1 + 2 * num_top] float64, which holds ids exactly. Of tokens that tie the lowest id comes first, and
+    since each key is another number, a row's first ones are the same however many its neighbours want.
+    """
+    logprobs = logits.log_softmax(-1)  # [rows, vocab]
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    keys = (rank(logprobs) << 31) + ids
+    top = keys.topk(min(num_top, len(ids)), largest=False).indices  # [rows, num_top]
+    chosen = logprobs.gather(-1, token_ids[:, None].clamp(min=0))  # the id may stand for an error
+    return torch.cat([chosen.double(), top.double(), logprobs.gather(-1, top).double()], dim=-1)
