@@ -282,7 +282,7 @@ def test_ids_after_the_end_are_ignored():
 
 def test_deltas_count_tokens_and_the_first_carries_the_first_token_time():
     streamer, events = bound(prepared())
-    streamer.admitted_ns = 5
+    streamer.answer.admitted_ns = 5
     for token_id in (*"é!".encode(), EOS):
         streamer.push(token_id)
     assert events == [
@@ -316,7 +316,7 @@ def test_the_longest_gap_is_kept():
     streamer = TokenStreamer(BYTE, clock=times.__next__)
     for token_id in b"abcd":
         streamer.push(token_id)
-    assert streamer.times == StreamTimes(None, 100, 100, 510, 390, 4)
+    assert streamer.answer.times == StreamTimes(None, 100, 100, 510, 390, 4)
 
 
 @pytest.mark.parametrize("name", [name for name in TOKENIZERS if name != "slow_byte_level"])
@@ -527,7 +527,7 @@ def test_put_takes_what_generate_gives_the_prompt_first():
             streamer.put(of(ord("d")))
             streamer.end()
             assert "".join(streamer) == expected
-            assert streamer.times.num_tokens == 2
+            assert streamer.answer.times.num_tokens == 2
 
 
 def test_several_tokens_of_one_step_are_several_tokens():
@@ -591,7 +591,7 @@ def test_it_takes_the_place_of_the_stock_streamer_under_generate(model, skip_pro
     options: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0}
     streamer = TokenStreamer(BYTE, skip_prompt=skip_prompt, timeout=WAIT_S, skip_special_tokens=skip)
     text, ids = generate(model, streamer, **options)
-    assert len(ids) == 60 == streamer.times.num_tokens
+    assert len(ids) == 60 == streamer.answer.times.num_tokens
     assert len(set(ids)) > 5, "a random model that repeats one id shows little"
     assert text == full_decode(BYTE, ids if skip_prompt else [*b"Hello", *ids], skip)
     stock = TextIteratorStreamer(BYTE, skip_prompt=skip_prompt, timeout=WAIT_S, skip_special_tokens=skip)

@@ -153,7 +153,8 @@ class Detokenizer:
             self._post(Failed(request.key, self._as_failure(request.key, error), StreamTimes(admitted_ns)))
             self._ended.append(request.key)
             return
-        streamer.admitted_ns, streamer.num_cached_prompt_tokens = admitted_ns, num_cached_prompt_tokens
+        streamer.answer.admitted_ns = admitted_ns
+        streamer.answer.num_cached_prompt_tokens = num_cached_prompt_tokens
         self._streamers[request.key] = streamer
 
     def _post(self, event: StreamEvent) -> None:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import codecs
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
+from mini_infer.engines.answer_events import AnswerEvents
 from mini_infer.engines.api import (
-    Delta,
-    Failed,
-    Finished,
     FinishReason,
     PreparedRequest,
     Started,
     StreamEvent,
-    StreamTimes,
     TokenLogprob,
     TopLogprob,
-    Usage,
 )
 from mini_infer.engines.errors import MiniInferError
 from mini_infer.engines.scripted_text import END_ID, ScriptedText
@@ -34,66 +29,55 @@ class Answer:
         self, request: PreparedRequest, text: ScriptedText, now_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self.request = request
-        self.num_tokens = 0
         self.ended = False
         self._text, self._now_ns = text, now_ns
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         stop = request.stop
         self._stops = StopMatcher(stop.strings, include=stop.include_stop_string) if stop.strings else None
-        self._ids: list[int] = []  # since the delta before
-        self._sent_delta = False
-        self._times = StreamTimes(admitted_ns=now_ns())
+        self._admitted_ns = now_ns()
+        self._events = AnswerEvents(request)
+        self._events.admitted_ns = self._admitted_ns
+
+    @property
+    def num_tokens(self) -> int:
+        """How many there are so far."""
+        return self._events.num_tokens
 
     def started(self) -> Started:
         """The stream's first event."""
-        return Started(self.request.key, self._times.admitted_ns or 0)
+        return Started(self.request.key, self._admitted_ns)
 
     def push(self, piece: str | bytes) -> list[StreamEvent]:
         """Takes the next token. The last of the events is `Finished` where this token ends the answer."""
-        token_id = self._text.token_id(piece)
-        self._stamp()
-        self._ids.append(token_id)
-        matched: int | str | None
-        reason, matched = self._end_of(token_id)
+        now_ns, token_id = self._now_ns(), self._text.token_id(piece)
+        logprob = self._logprob(token_id) if self.request.output.logprobs else None
+        reason = self._events.count(token_id, logprob, now_ns)
+        matched: int | str | None = token_id if reason in (FinishReason.EOS, FinishReason.STOP_TOKEN) else None
         text, stop_string = self._release(self._visible(token_id, reason), final=reason is not None)
         if stop_string is not None:
             reason, matched = FinishReason.STOP_STRING, stop_string
-        events = self._delta(text)
-        return [*events, self._finished(reason, matched)] if reason else events
+        events = self._delta(text, now_ns)
+        return [*events, self._end(reason, matched)] if reason else events
 
     def finish(self, reason: FinishReason) -> list[StreamEvent]:
         """Ends the answer from outside, with the text that was held back."""
-        return [*self._rest(), self._finished(reason, None)]
+        return [*self._rest(), self._end(reason)]
 
     def fail(self, error: MiniInferError) -> list[StreamEvent]:
         """Ends the answer badly, with the text that was held back."""
-        self.ended = True
-        return [*self._rest(), Failed(self.request.key, error, self._times)]
+        return [*self._rest(), self._end(error)]
 
     def _rest(self) -> list[StreamEvent]:
         text, _ = self._release(b"", final=True)
-        return self._delta(text) if text else []
+        return self._delta(text, self._now_ns())
 
-    def _stamp(self) -> None:
-        now_ns, times = self._now_ns(), self._times
-        gap_ns = now_ns - times.last_token_ns if times.last_token_ns is not None else 0
-        self.num_tokens += 1
-        self._times = replace(
-            times,
-            first_token_ns=times.first_token_ns if times.first_token_ns is not None else now_ns,
-            last_token_ns=now_ns,
-            max_gap_ns=max(times.max_gap_ns, gap_ns),
-            num_tokens=self.num_tokens,
-        )
+    def _delta(self, text: str, now_ns: int) -> list[StreamEvent]:
+        delta = self._events.delta(text, now_ns)
+        return [] if delta is None else [delta]
 
-    def _end_of(self, token_id: int) -> tuple[FinishReason | None, int | None]:
-        stop = self.request.stop
-        if self.num_tokens >= stop.min_new_tokens:
-            if token_id in self.request.eos_token_ids:
-                return FinishReason.EOS, token_id
-            if token_id in stop.token_ids:
-                return FinishReason.STOP_TOKEN, token_id
-        return (self.request.limit_reason if self.num_tokens == stop.max_new_tokens else None), None
+    def _end(self, outcome: FinishReason | MiniInferError, matched: int | str | None = None) -> StreamEvent:
+        self.ended = True
+        return self._events.end(outcome, matched)
 
     def _visible(self, token_id: int, reason: FinishReason | None) -> bytes:
         hidden = token_id == END_ID and self.request.output.skip_special_tokens
@@ -110,26 +94,9 @@ class Answer:
             text += self._stops.flush()
         return text, self._stops.matched
 
-    def _delta(self, text: str) -> list[StreamEvent]:
-        if not text and not (self.request.output.every_token and self._ids):
-            return []
-        times = self._times
-        if text and times.first_text_ns is None:
-            self._times = replace(times, first_text_ns=self._now_ns())
-        ids, self._ids = tuple(self._ids), []
-        first_ns = None if self._sent_delta else times.first_token_ns
-        self._sent_delta = True
-        logprobs = tuple(self._logprob(token_id) for token_id in ids) if self.request.output.logprobs else ()
-        return [Delta(self.request.key, text, ids, self.num_tokens, times.last_token_ns or 0, logprobs, first_ns)]
-
     def _logprob(self, token_id: int) -> TokenLogprob:
         others = (i for i in range(self.request.output.top_logprobs + 1) if i != token_id)
         top = [TopLogprob(token_id, self._text.token(token_id), 0.0)]
         top += [TopLogprob(i, self._text.token(i), _UNLIKELY) for i in others]
         num_top = self.request.output.top_logprobs
         return TokenLogprob(token_id, self._text.token(token_id), 0.0, tuple(top[:num_top]))
-
-    def _finished(self, reason: FinishReason, matched: int | str | None) -> Finished:
-        self.ended = True
-        usage = Usage(len(self.request.prompt_ids), self.num_tokens)
-        return Finished(self.request.key, reason, usage, self._times, matched, self.request.sampling.seed)

@@ -14,18 +14,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TextIteratorStreamer
 
+from mini_infer.engines.answer_events import AnswerEvents
 from mini_infer.engines.api import (
-    Delta,
-    Failed,
-    Finished,
     FinishReason,
     OutputOptions,
     PreparedRequest,
+    Sampling,
     StopConditions,
     StreamEvent,
-    StreamTimes,
     TokenLogprob,
-    Usage,
 )
 from mini_infer.engines.errors import MiniInferError, StreamFailed
 from mini_infer.engines.stop_strings import StopMatcher
@@ -70,38 +67,24 @@ class TokenStreamer(TextIteratorStreamer):
             raise ValueError("clean_up_tokenization_spaces would change text that was streamed already")
         if sink is not None and request is None:
             raise ValueError("a sink needs a request: events carry its key")
-        stop = request.stop if request else StopConditions()
-        output = request.output if request else OutputOptions(skip_special_tokens=skip_special_tokens)
+        self._is_alone = request is None
+        request = request or _no_request(skip_special_tokens)
+        stop, output = request.stop, request.output
         super().__init__(
-            tokenizer, skip_prompt or request is not None, timeout, skip_special_tokens=output.skip_special_tokens
+            tokenizer, skip_prompt or not self._is_alone, timeout, skip_special_tokens=output.skip_special_tokens
         )
         # Text, and at the end None or an error. A put costs a tenth of what it does in the base's Queue.
         self.text_queue: SimpleQueue[str | MiniInferError | None] = SimpleQueue()  # type: ignore[assignment]
-        self.admitted_ns: int | None = None
-        """When the engine took the stream; the engine's to set."""
-        self.num_cached_prompt_tokens = 0
-        """Prompt tokens that the engine did not have to compute; the engine's to set."""
+        self.answer = AnswerEvents(request)
+        """Stamps and counts so far."""
         self.finished = False
         """Whether no more ids are wanted."""
-        self._request = request
-        self._stop = stop
-        self._output = output
-        self._every_token = output.every_token and sink is not None
+        self._stop, self._output = stop, output
         self._sink = sink
         self._clock = clock
         self._lock = threading.RLock()
         self._decoder = TextDecoder(tokenizer, skip_special_tokens=output.skip_special_tokens)
         self._matcher = StopMatcher(stop.strings, include=stop.include_stop_string) if stop.strings else None
-        # since the delta before
-        self._new_ids: list[int] = []
-        self._new_logprobs: list[TokenLogprob] = []
-        # of the whole stream
-        self._num_tokens = 0
-        self._first_token_ns: int | None = None
-        self._first_text_ns: int | None = None
-        self._last_token_ns: int | None = None
-        self._max_gap_ns = 0
-        self._num_deltas = 0
         self._has_first_bytes = False
         self._is_broken = False
 
@@ -130,6 +113,15 @@ class TokenStreamer(TextIteratorStreamer):
             self.push(token_id)
 
     @property
+    def admitted_ns(self) -> int | None:
+        """When the engine took the stream; the engine's to set."""
+        return self.answer.admitted_ns
+
+    @admitted_ns.setter
+    def admitted_ns(self, at_ns: int | None) -> None:
+        self.answer.admitted_ns = at_ns
+
+    @property
     def table(self) -> TokenTable:
         """Looks up single tokens as this stream's text has them."""
         return self._decoder.table
@@ -146,32 +138,22 @@ class TokenStreamer(TextIteratorStreamer):
                 raise
 
     def _push(self, token_id: int, logprob: TokenLogprob | None, at_ns: int) -> None:
-        self._stamp(at_ns)
-        self._new_ids.append(token_id)
-        if logprob is not None:
-            self._new_logprobs.append(logprob if self._has_first_bytes else self._first_logprob(logprob))
-        reason = self._request.end_reason(token_id, self._num_tokens) if self._request else None
+        if logprob is not None and not self._has_first_bytes:
+            logprob = self._first_logprob(logprob)
+        reason = self.answer.count(token_id, logprob, at_ns)
         if reason is FinishReason.EOS or reason is FinishReason.STOP_TOKEN:
             self._close_at_token(token_id, at_ns, reason)
             return
         text = self._decoder.step(token_id)
         if self._matcher is not None:
-            text = self._matcher.feed(text, counts=self._num_tokens >= self._stop.min_new_tokens)
+            text = self._matcher.feed(text, counts=self.answer.num_tokens >= self._stop.min_new_tokens)
             if self._matcher.matched is not None:
                 self._close(text, at_ns, FinishReason.STOP_STRING)
                 return
         if reason is not None:
             self._close(text, at_ns, reason)
-        elif text or self._every_token:
+        else:
             self._deliver(text, at_ns)
-
-    def _stamp(self, at_ns: int) -> None:
-        self._num_tokens += 1
-        if self._last_token_ns is None:
-            self._first_token_ns = at_ns
-        elif at_ns - self._last_token_ns > self._max_gap_ns:
-            self._max_gap_ns = at_ns - self._last_token_ns
-        self._last_token_ns = at_ns
 
     def _first_logprob(self, logprob: TokenLogprob) -> TokenLogprob:
         """The first token's bytes as they are in the text: without the space that its decoder strips."""
@@ -210,13 +192,13 @@ class TokenStreamer(TextIteratorStreamer):
         with self._lock:
             if not self.finished:
                 error = StreamFailed("generation stopped before the answer was complete")
-                self._close("", self._clock(), None if self._request is None else error)
+                self._close("", self._clock(), FinishReason.MAX_NEW_TOKENS if self._is_alone else error)
 
     def _close_at_token(self, token_id: int, now_ns: int, reason: FinishReason) -> None:
         """Ends the stream at an end or stop token, whose text is shown only where that was asked for."""
         is_eos = reason is FinishReason.EOS
         is_shown = not self._output.skip_special_tokens if is_eos else self._stop.include_stop_string
-        text = self._rest(self._num_tokens - 1)
+        text = self._rest(self.answer.num_tokens - 1)
         if is_shown and (self._matcher is None or self._matcher.matched is None):
             text += self._decoder.step(token_id) + self._decoder.flush()
         self._close(text, now_ns, reason, matched=token_id)
@@ -229,67 +211,32 @@ class TokenStreamer(TextIteratorStreamer):
         return self._matcher.feed(text, counts=num_tokens >= self._stop.min_new_tokens) + self._matcher.flush()
 
     def _close(
-        self,
-        text: str,
-        now_ns: int,
-        outcome: FinishReason | MiniInferError | None,  # None: ended, where no request asks for a reason
-        *,
-        matched: int | str | None = None,
+        self, text: str, now_ns: int, outcome: FinishReason | MiniInferError, *, matched: int | None = None
     ) -> None:
         self.finished = True
         try:
-            text += self._rest(self._num_tokens)
-            if text or (self._every_token and self._new_ids):
-                self._deliver(text, now_ns)
+            self._deliver(text + self._rest(self.answer.num_tokens), now_ns)
         finally:  # whatever a tokenizer does, whoever waits hears of the end
-            if self._matcher is not None and self._matcher.matched and not isinstance(outcome, MiniInferError):
-                outcome, matched = FinishReason.STOP_STRING, self._matcher.matched
             self._hand_out_end(outcome, matched)
 
-    # --- events out -----------------------------------------------------------------------------------------------
-
-    @property
-    def times(self) -> StreamTimes:
-        """The stamps so far."""
-        return StreamTimes(
-            admitted_ns=self.admitted_ns,
-            first_token_ns=self._first_token_ns,
-            first_text_ns=self._first_text_ns,
-            last_token_ns=self._last_token_ns,
-            max_gap_ns=self._max_gap_ns,
-            num_tokens=self._num_tokens,
-        )
+    # --- text and events out ----------------------------------------------------------------------------------------
 
     def _deliver(self, text: str, now_ns: int) -> None:
-        if text and self._first_text_ns is None:
-            self._first_text_ns = now_ns
-        new_ids, new_logprobs = tuple(self._new_ids), tuple(self._new_logprobs)
-        self._new_ids.clear()
-        self._new_logprobs.clear()
-        if self._sink is None:
-            if text:
-                self.text_queue.put(text)
+        delta = self.answer.delta(text, now_ns)
+        if delta is None:
             return
-        assert self._request is not None
-        assert self._last_token_ns is not None
-        first_token_ns = None if self._num_deltas else self._first_token_ns
-        self._num_deltas += 1
-        self._sink(
-            Delta(self._request.key, text, new_ids, self._num_tokens, self._last_token_ns, new_logprobs, first_token_ns)
-        )
+        if self._sink is not None:
+            self._sink(delta)
+        elif text:
+            self.text_queue.put(text)
 
-    def _hand_out_end(self, outcome: FinishReason | MiniInferError | None, matched: int | str | None) -> None:
-        if self._sink is None:
-            self.text_queue.put(outcome if isinstance(outcome, MiniInferError) else None)
-            return
-        assert self._request is not None
-        assert outcome is not None
-        if isinstance(outcome, MiniInferError):
-            self._sink(Failed(self._request.key, outcome, self.times))
+    def _hand_out_end(self, outcome: FinishReason | MiniInferError, matched: int | str | None) -> None:
+        if self._matcher is not None and self._matcher.matched and not isinstance(outcome, MiniInferError):
+            outcome, matched = FinishReason.STOP_STRING, self._matcher.matched
+        if self._sink is not None:
+            self._sink(self.answer.end(outcome, matched))
         else:
-            usage = Usage(len(self._request.prompt_ids), self._num_tokens, self.num_cached_prompt_tokens)
-            seed = self._request.sampling.seed
-            self._sink(Finished(self._request.key, outcome, usage, self.times, matched, seed))
+            self.text_queue.put(outcome if isinstance(outcome, MiniInferError) else None)
 
     def __next__(self) -> str:
         """The next text. Raises the stream's error, or `queue.Empty` after ``timeout`` seconds without any."""
@@ -302,3 +249,16 @@ class TokenStreamer(TextIteratorStreamer):
         if text is None:
             raise StopIteration
         raise text
+
+
+def _no_request(skip_special_tokens: bool) -> PreparedRequest:
+    """What a streamer answers that stands alone: nothing ends it but its caller."""
+    return PreparedRequest(
+        key="",
+        prompt_ids=(),
+        sampling=Sampling(),
+        stop=StopConditions(),
+        eos_token_ids=frozenset(),
+        limit_reason=FinishReason.MAX_NEW_TOKENS,
+        output=OutputOptions(skip_special_tokens=skip_special_tokens),
+    )
