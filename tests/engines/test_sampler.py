@@ -214,8 +214,8 @@ def test_ids_that_the_model_does_not_have_are_passed_over():
 
 
 def test_what_is_not_counted_may_be_garbage():
-    ids = torch.tensor([[1, 1, 2, 10**12, -5]])
-    counted = torch.tensor([[True, True, True, False, False]])
+    ids = torch.tensor([[1, 1, 2, 10**12, -5, 3]])
+    counted = torch.tensor([[True, True, True, False, False, False]])
     assert sampler.count_tokens(ids, counted, 4).tolist() == [[0.0, 2.0, 1.0, 0.0]]
 
 
@@ -236,11 +236,10 @@ def test_no_repetition_penalty_makes_infinities_that_win(penalty):
 
 
 def test_top_logprobs_are_best_first_and_the_lowest_id_first_where_they_tie():
-    logits = torch.tensor([[-3.0, -1.0, -2.0, -1.0, -0.0, 0.0]])
-    expected = logits.log_softmax(-1)[0].double().tolist()
-    row = sampler.with_top(logits, torch.tensor([2]), 4)[0].tolist()
-    assert row == [expected[2], 4, 5, 1, 3, expected[4], expected[5], expected[1], expected[3]]
-    assert sampler.with_top(logits, torch.tensor([-1]), 20).shape == (1, 1 + 2 * 6)
+    logprobs = torch.tensor([[-3.0, -1.0, -2.0, -1.0, -0.0, 0.0]])
+    ids, values = sampler.top_logprobs(logprobs, 4)
+    assert ids.tolist() == [[4, 5, 1, 3]]
+    assert values.tolist() == [[0.0, 0.0, -1.0, -1.0]]
 
 
 # --- rows that cannot be judged ---

@@ -156,15 +156,12 @@ def _shift(value: Tensor, num_bits: int) -> Tensor:
 # --- log-probabilities --------------------------------------------------------------------------------------------
 
 
-def with_top(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    """The log-probability of each row's token [rows], then the ids of the most probable tokens, then theirs.
+def top_logprobs(logprobs: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    """Ids and values, [rows, num_top], of the most probable tokens; the lowest id first where tokens tie.
 
-    In one [rows, 1 + 2 * num_top] float64, which holds ids exactly. Of tokens that tie the lowest id comes first, and
-    since each key is another number, a row's first ones are the same however many its neighbours want.
+    Since each key is another number, a row's first ones are the same however many its neighbours want.
     """
-    logprobs = logits.log_softmax(-1)  # [rows, vocab]
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    keys = (rank(logprobs) << 31) + ids
-    top = keys.topk(min(num_top, len(ids)), largest=False).indices  # [rows, num_top]
-    chosen = logprobs.gather(-1, token_ids[:, None].clamp(min=0))  # the id may stand for an error
-    return torch.cat([chosen.double(), top.double(), logprobs.gather(-1, top).double()], dim=-1)
+    ids = torch.arange(logprobs.shape[-1], device=logprobs.device)
+    keys = (rank(logprobs) << 31) + ids  # [rows, vocab]
+    top = keys.topk(num_top, largest=False).indices
+    return top, logprobs.gather(-1, top)

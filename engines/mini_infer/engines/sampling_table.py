@@ -7,7 +7,9 @@ top_k, top_p, min_p. Each is worked out for the rows that ask for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -42,35 +44,29 @@ _FLOAT32 = ("temperature", "repetition_penalty", "presence_penalty", "frequency_
 _FLOAT64 = ("top_p", "min_p")
 
 
+@dataclass(frozen=True, slots=True)
 class Choices:
-    """The tokens of one step: on the device, and on their way to the host."""
+    """The tokens of one step, on the device."""
 
-    def __init__(self, token_ids: Tensor, logprobs: Tensor, num_top: dict[int, int]) -> None:
-        self.token_ids = token_ids  # [rows] long; -1: the logits are no numbers, -2: nothing is left to choose from
-        self._num_top = num_top  # of each row that wants logprobs
-        packed = torch.cat([token_ids.double(), logprobs.flatten()])  # ids are exact in float64
-        self._packed = packed.to("cpu", non_blocking=True)
-        self._on_host = torch.cuda.current_stream(packed.device).record_event() if packed.is_cuda else None
+    token_ids: Tensor  # [rows] long; -1: the logits are no numbers, -2: nothing is left to choose from
+    logprobs: Tensor | None  # [wanting rows], of the raw distribution
+    top_ids: Tensor | None  # [wanting rows, most wanted]
+    top_logprobs: Tensor | None  # [wanting rows, most wanted]
+    num_top: dict[int, int]  # of each row that wants log-probabilities
 
     def to_host(self) -> list[Choice]:
-        """One for each row. Waits for this step, not for what was given to the device after it."""
-        if self._on_host is not None:
-            self._on_host.synchronize()
-        values = self._packed.tolist()
-        num_rows = len(self.token_ids)
-        choices = [Choice(token_id, error=_ERRORS.get(token_id)) for token_id in map(int, values[:num_rows])]
-        width = (len(values) - num_rows) // max(len(self._num_top), 1)
-        for begin, (row, num_top) in zip(range(num_rows, len(values), width or 1), self._num_top.items(), strict=True):
+        """One for each row. Waits for the device: one copy."""
+        parts = [each for each in (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs) if each is not None]
+        flat = torch.cat([each.double().flatten() for each in parts]).tolist()  # ids too are exact in float64
+        choices = [Choice(int(token_id), error=_ERRORS.get(int(token_id))) for token_id in flat[: len(self.token_ids)]]
+        logprobs, tops = flat[len(choices) :][: len(self.num_top)], flat[len(choices) + len(self.num_top) :]
+        top_ids, top_logprobs = tops[: len(tops) // 2], tops[len(tops) // 2 :]
+        for number, (row, num_top) in enumerate(self.num_top.items()):
+            begin = number * (len(top_ids) // len(self.num_top))
+            top = zip(map(int, top_ids[begin:]), top_logprobs[begin:], strict=True)
             if choices[row].error is None:
-                choices[row] = _with_logprobs(choices[row].token_id, values[begin : begin + width], num_top)
+                choices[row] = replace(choices[row], logprob=logprobs[number], top=tuple(islice(top, num_top)))
         return choices
-
-
-def _with_logprobs(token_id: int, values: list[float], num_top: int) -> Choice:
-    """``values``: the token's own, then the ids of the most probable tokens, then theirs."""
-    most = len(values) // 2
-    pairs = zip(map(int, values[1 : 1 + most]), values[1 + most :], strict=True)
-    return Choice(token_id, values[0], tuple(pairs)[:num_top])
 
 
 class _Step:
@@ -138,12 +134,14 @@ class SamplingTable:
         if (drawing := step.rows.get(_Wish.DRAW)) is not None:
             token_ids = token_ids.index_copy(0, drawing, self._draw(_select(scores, drawing), drawing, step))
         token_ids = sampler.judge(token_ids, best if scores is raw else raw.amax(-1), best)
-        num_top = {row: self._num_top[rows[row][0]] for row in asking.get(_Wish.LOGPROBS, ())}
+        num_top = {row: min(self._num_top[rows[row][0]], raw.shape[1]) for row in asking.get(_Wish.LOGPROBS, ())}
         if not num_top:
-            return Choices(token_ids, raw.new_empty(0), num_top)
+            return Choices(token_ids, None, None, None, num_top)
         wanting = step.rows[_Wish.LOGPROBS]
-        logprobs = sampler.with_top(_select(raw, wanting), _select(token_ids, wanting), max(num_top.values()))
-        return Choices(token_ids, logprobs, num_top)
+        logprobs = _select(raw, wanting).log_softmax(-1)  # [wanting rows, vocab]
+        chosen = _select(token_ids, wanting)[:, None].clamp(min=0)  # an id may stand for an error
+        top = sampler.top_logprobs(logprobs, max(num_top.values()))
+        return Choices(token_ids, logprobs.gather(-1, chosen).squeeze(-1), *top, num_top)
 
     def _rows_asking(self, rows: Sequence[tuple[int, int]]) -> dict[_Wish, list[int]]:
         """The rows that ask for each thing that any of them asks for. Cuts count among the rows that draw."""
