@@ -28,6 +28,7 @@ from mini_infer.engines.batch import Choice
 from mini_infer.engines.detokenizer import Detokenizer
 from mini_infer.engines.errors import EngineFailed, StreamFailed
 from mini_infer.engines.streamer import TokenStreamer
+from mini_infer.engines.token_bytes import TokenTable
 
 BYTE = ZOO["byte_level"]()
 EOS = 256  # of BYTE
@@ -214,8 +215,7 @@ def test_logprob_entries_hold_the_bytes_of_the_tokens_and_of_their_rivals(name):
     assert all(isinstance(rival, TopLogprob) and rival.token for rival in entry.top)
     alone: list[Event] = []
     streamer = TokenStreamer(tokenizer, request=prepared("a", output=OutputOptions(logprobs=True)), sink=alone.append)
-    table = streamer.table
-    bytes_of = table.token_bytes
+    bytes_of = TokenTable(tokenizer).token_bytes
     rivals = (TopLogprob(hello, bytes_of(hello), -0.5), TopLogprob(world, bytes_of(world), -2.0))
     streamer.push(hello, TokenLogprob(hello, bytes_of(hello), -0.5, rivals))
     assert alone[0].logprobs == (entry,)

@@ -166,7 +166,7 @@ class Detokenizer:
             if streamer is None:
                 continue
             try:
-                _feed(streamer, choice, at_ns)
+                streamer.push_choice(choice, at_ns=at_ns)
             except Exception as error:  # noqa: BLE001  # as above
                 self._end(key, self._as_failure(key, error))
             if streamer.finished:
@@ -192,13 +192,3 @@ class Detokenizer:
     def _as_failure(self, key: str, error: Exception) -> StreamFailed:
         _log.error("engine %s: stream %s: the tokenizer broke", self._name, key, exc_info=error)
         return StreamFailed(f"no text could be made of the answer: {one_line(error)}")
-
-
-def _feed(streamer: TokenStreamer, choice: Choice, at_ns: int) -> None:
-    if choice.error is not None:
-        streamer.fail(StreamFailed(choice.error))
-    elif choice.logprob is None:
-        streamer.push(choice.token_id, at_ns=at_ns)
-    else:
-        entry = streamer.table.logprob(choice.token_id, choice.logprob, choice.top)
-        streamer.push(choice.token_id, entry, at_ns=at_ns)

@@ -19,19 +19,17 @@ from mini_infer.engines.api import (
     Started,
     StopConditions,
     TextModel,
-    TokenLogprob,
-    TopLogprob,
 )
 from mini_infer.engines.batch import Choice
 from mini_infer.engines.config import EngineConfig, canonical_label
+from mini_infer.engines.delivery import EmitFailed
 from mini_infer.engines.devices import resolve_device
-from mini_infer.engines.errors import EngineFailed, LoadError, MiniInferError, OutOfMemory, StreamFailed
+from mini_infer.engines.errors import EngineFailed, LoadError, MiniInferError, OutOfMemory, StreamFailed, one_line
 from mini_infer.engines.generate_call import generate
 from mini_infer.engines.model import LoadedModel, load_model
-from mini_infer.engines.owner import EmitFailed, OwnedEngine, first_line, unstarted_end
+from mini_infer.engines.owner import OwnedEngine, unstarted_end
 from mini_infer.engines.preparation import BUILT_IN_SAMPLING
 from mini_infer.engines.streamer import TokenStreamer
-from mini_infer.engines.token_bytes import TokenTable
 
 _log = logging.getLogger(__name__)
 
@@ -95,11 +93,11 @@ class GenerateEngine(OwnedEngine):
         try:
             streamer = TokenStreamer(self._model.tokenizer, request=request, sink=self._post)
         except ValueError as error:  # an empty stop string
-            self._post(unstarted_end(request, StreamFailed(first_line(error))))
+            self._post(unstarted_end(request, StreamFailed(one_line(error, named=True))))
             return
         self._streamer = streamer
-        streamer.admitted_ns = time.monotonic_ns()
-        self._post(Started(request.key, streamer.admitted_ns))
+        streamer.answer.admitted_ns = admitted_ns = time.monotonic_ns()
+        self._post(Started(request.key, admitted_ns))
         self._flush()
         failure = self._try_generate(request, streamer)
         if isinstance(failure, EngineFailed):
@@ -126,12 +124,11 @@ class GenerateEngine(OwnedEngine):
 
     def _try_generate(self, request: PreparedRequest, streamer: TokenStreamer) -> MiniInferError | None:
         """Runs `generate`. What it raised is gone on return, and with it the frames that held the stream's cache."""
-        table = TokenTable(self._model.tokenizer, skip_special_tokens=request.output.skip_special_tokens)
 
         def hand_over(choice: Choice) -> bool:
             why = self._interruption(request)
             if why is None:
-                streamer.push(choice.token_id, _logprob(table, choice))
+                streamer.push_choice(choice)
             elif isinstance(why, FinishReason):
                 streamer.finish(why)
             else:
@@ -147,18 +144,11 @@ class GenerateEngine(OwnedEngine):
             return type(error)(error.message)
         except Exception as error:  # noqa: BLE001  # a model's code raises anything; it is logged and passed on
             if is_out_of_memory(error):
-                return OutOfMemory(f"the device has no memory left for this stream: {first_line(error)}")
+                return OutOfMemory(f"the device has no memory left for this stream: {one_line(error, named=True)}")
             _log.exception("engine %s: stream %s broke a step", self.engine_id, request.key)
-            return EngineFailed(f"engine {self.engine_id} failed in a step: {first_line(error)}")
+            return EngineFailed(f"engine {self.engine_id} failed in a step: {one_line(error, named=True)}")
         streamer.end()
         return None
-
-
-def _logprob(table: TokenTable, choice: Choice) -> TokenLogprob | None:
-    if choice.logprob is None:
-        return None
-    top = tuple(TopLogprob(token_id, table.token_bytes(token_id), logprob) for token_id, logprob in choice.top)
-    return TokenLogprob(choice.token_id, table.token_bytes(choice.token_id), choice.logprob, top)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

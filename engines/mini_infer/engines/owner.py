@@ -29,8 +29,8 @@ from mini_infer.engines.api import (
     StreamTimes,
     Usage,
 )
-from mini_infer.engines.delivery import EmitFailed as EmitFailed
-from mini_infer.engines.errors import DeadlineExceeded, EngineFailed, MiniInferError, NoReadyEngine, one_line
+from mini_infer.engines.delivery import EmitFailed
+from mini_infer.engines.errors import DeadlineExceeded, EngineFailed, MiniInferError, NoReadyEngine
 from mini_infer.engines.inbox import Interruption
 from mini_infer.engines.life_cycle import LifeCycle
 
@@ -148,8 +148,3 @@ def unstarted_end(request: PreparedRequest, why: Interruption) -> StreamEvent:
     if isinstance(why, MiniInferError):
         return Failed(request.key, why, StreamTimes())
     return Finished(request.key, why, Usage(len(request.prompt_ids), 0), StreamTimes(), seed=request.sampling.seed)
-
-
-def first_line(error: BaseException) -> str:
-    """An exception in one line."""
-    return one_line(error, named=True)

@@ -24,10 +24,10 @@ from mini_infer.engines.api import (
     StreamEvent,
     TokenLogprob,
 )
+from mini_infer.engines.batch import Choice
 from mini_infer.engines.errors import MiniInferError, StreamFailed
 from mini_infer.engines.stop_strings import StopMatcher
 from mini_infer.engines.text_decoder import TextDecoder
-from mini_infer.engines.token_bytes import TokenTable
 
 
 class TokenStreamer(TextIteratorStreamer):
@@ -112,20 +112,6 @@ class TokenStreamer(TextIteratorStreamer):
         for token_id in ids:
             self.push(token_id)
 
-    @property
-    def admitted_ns(self) -> int | None:
-        """When the engine took the stream; the engine's to set."""
-        return self.answer.admitted_ns
-
-    @admitted_ns.setter
-    def admitted_ns(self, at_ns: int | None) -> None:
-        self.answer.admitted_ns = at_ns
-
-    @property
-    def table(self) -> TokenTable:
-        """Looks up single tokens as this stream's text has them."""
-        return self._decoder.table
-
     def push(self, token_id: int, logprob: TokenLogprob | None = None, *, at_ns: int | None = None) -> None:
         """Takes one generated id, sampled at ``at_ns`` or now. Once the stream is finished, ids are ignored."""
         with self._lock:
@@ -136,6 +122,16 @@ class TokenStreamer(TextIteratorStreamer):
             except BaseException:  # from a tokenizer; it is not to be asked again when the stream is failed for it
                 self._is_broken = True
                 raise
+
+    def push_choice(self, choice: Choice, *, at_ns: int | None = None) -> None:
+        """Takes one chosen token as `push` does, with its log-probabilities; an error fails the stream."""
+        if choice.error is not None:
+            self.fail(StreamFailed(choice.error))
+        elif choice.logprob is None:
+            self.push(choice.token_id, at_ns=at_ns)
+        else:
+            entry = self._decoder.table.logprob(choice.token_id, choice.logprob, choice.top)
+            self.push(choice.token_id, entry, at_ns=at_ns)
 
     def _push(self, token_id: int, logprob: TokenLogprob | None, at_ns: int) -> None:
         if logprob is not None and not self._has_first_bytes:
@@ -157,7 +153,7 @@ class TokenStreamer(TextIteratorStreamer):
 
     def _first_logprob(self, logprob: TokenLogprob) -> TokenLogprob:
         """The first token's bytes as they are in the text: without the space that its decoder strips."""
-        table = self.table
+        table = self._decoder.table
         if table.token(logprob.token_id) is None:
             return logprob
         self._has_first_bytes = True
