@@ -13,7 +13,10 @@ from mini_infer.engines.guard import pack
 from mini_infer.engines.kv_cache import KVCache
 from mini_infer.engines.stage import StepInputs
 
-pytestmark = pytest.mark.floor
+pytestmark = [
+    pytest.mark.floor,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # transformers 5.17 scripts gpt_bigcode
+]
 PROMPTS = [random.Random(n).choices(range(256), k=n) for n in (20, 3, 33, 8)]
 MAX_LENGTH = 48
 
