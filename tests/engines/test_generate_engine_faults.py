@@ -23,8 +23,8 @@ from mini_infer.engines.api import (
     StateChanged,
     StopConditions,
 )
+from mini_infer.engines.devices import is_out_of_memory
 from mini_infer.engines.errors import DeadlineExceeded, Draining, EngineFailed, LoadError, OutOfMemory, StreamFailed
-from mini_infer.engines.generate_engine import is_out_of_memory
 
 
 def held(num_allowed=0, **script):

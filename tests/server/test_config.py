@@ -163,9 +163,13 @@ MISTAKES: list[tuple[list[str], dict[str, str], str]] = [
     (["--devices", "cuda:" + "9" * 5000], {}, "device must look like cpu or cuda:0"),
     (["--engine", "fast"], {}, "--engine must be one of"),
     *[
-        (["--engine", kind], {}, f"engine '{kind}' is not in this version; use auto or generate")
-        for kind in ("single", "replica", "pipeline")
+        (["--engine", kind], {}, f"engine '{kind}' is not in this version; use auto, single, generate")
+        for kind in ("replica", "pipeline")
     ],
+    (["--engine", "single", "--devices", "cpu,cpu:1"], {}, "engine single takes one device, not cpu, cpu:1"),
+    (["--max-running", "0"], {}, "max_running must be from 1 to 4096, not 0"),
+    (["--cache-tokens", "0"], {}, "cache_tokens must be 1 or more, not 0"),
+    (["--prefill-tokens", "-1"], {}, "prefill_tokens must be 1 or more, not -1"),
     ([], {"MINI_INFER_PORT": "x"}, "MINI_INFER_PORT must be a whole number, not 'x'"),
     ([], {"MINI_INFER_TRUST_REMOTE_CODE": "maybe"}, "MINI_INFER_TRUST_REMOTE_CODE must be true or false"),
     ([], {"MINI_INFER_ENGINE": "replica"}, "engine 'replica' is not in this version"),

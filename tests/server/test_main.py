@@ -49,7 +49,7 @@ def assert_one_line(told: subprocess.CompletedProcess[str], code: int, *words: s
         (["--foo"], ["--foo"]),
         (["--port", "x"], ["--port", "'x'"]),
         (["--config", "/no/such.toml"], ["/no/such.toml", "No such file"]),
-        (["--engine", "replica"], ["engine 'replica' is not in this version; use auto or generate"]),
+        (["--engine", "replica"], ["engine 'replica' is not in this version; use auto, single, generate"]),
         (["--devices", "cpu,cpu"], ["'cpu' is named twice"]),
     ],
 )

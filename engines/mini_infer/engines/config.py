@@ -64,6 +64,20 @@ class EngineConfig:
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} must be 1 or more, not {value}")
 
+    @property
+    def num_slots(self) -> int:
+        """Streams at once of an engine that batches."""
+        return self.max_running or (256 if self._is_cuda else 16)
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Prompt tokens of the largest step of an engine that batches."""
+        return self.prefill_tokens or (2048 if self._is_cuda else 512)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
 
 def canonical_label(label: str) -> str:
     """One spelling for each device, so that labels can be compared as strings: "cuda" is "cuda:0", "cpu:0" is "cpu".

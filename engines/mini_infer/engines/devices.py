@@ -36,3 +36,8 @@ def default_device() -> str:
 
 def _range_hint(count: int) -> str:
     return f", numbered 0 to {count - 1}" if count else ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on any device: torch's CPU allocator has no class of its own for that."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -23,7 +23,7 @@ from mini_infer.engines.api import (
 from mini_infer.engines.batch import Choice
 from mini_infer.engines.config import EngineConfig, canonical_label
 from mini_infer.engines.delivery import EmitFailed
-from mini_infer.engines.devices import resolve_device
+from mini_infer.engines.devices import is_out_of_memory, resolve_device
 from mini_infer.engines.errors import EngineFailed, LoadError, MiniInferError, OutOfMemory, StreamFailed, one_line
 from mini_infer.engines.generate_call import generate
 from mini_infer.engines.model import LoadedModel, load_model
@@ -149,8 +149,3 @@ class GenerateEngine(OwnedEngine):
             return EngineFailed(f"engine {self.engine_id} failed in a step: {one_line(error, named=True)}")
         streamer.end()
         return None
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on any device: torch's CPU allocator has no class of its own for that."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)

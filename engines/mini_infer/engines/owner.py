@@ -52,6 +52,9 @@ class OwnedEngine(LifeCycle):
     def _step(self) -> None:
         """Admits what waits and there is room for, and makes the next token of all that run."""
 
+    def _settle(self) -> None:  # some keep nothing of a stream beyond its end
+        """Lets go of what is left of streams that have ended, before it rests."""
+
     def _next_step_ns(self) -> int | None:
         """When running streams want a step: 0 is now, None is not before the inbox wakes it. Under the lock."""
         return None
@@ -111,6 +114,7 @@ class OwnedEngine(LifeCycle):
             self._sweep()
             self._step()
             self._flush()
+        self._settle()
 
     def _interruption(self, request: PreparedRequest) -> Interruption | None:
         """What ends a stream from outside: CANCELLED, or the error that it fails with."""

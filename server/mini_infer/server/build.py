@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mini_infer.engines.api import Engine
+from mini_infer.engines.auto_engine import AutoEngine
+from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.devices import default_device, resolve_device
 from mini_infer.engines.generate_engine import GenerateEngine
+from mini_infer.engines.llm_engine import LLMEngine
 from mini_infer.server.app import App
 from mini_infer.server.config import EngineGroup, ModelConfig, ServerConfig
 from mini_infer.server.dispatcher import Dispatcher
@@ -37,18 +40,30 @@ def decisions(config: ServerConfig) -> Iterator[str]:
             f"policy {pool.policy}{knee}, queue of {pool.max_queue}"
         )
         for group in model.groups:
-            why = "auto: the only kind in this version" if group.kind == "auto" else "as asked"
             where = "as asked" if group.devices else "the first CUDA device, else the CPU"
-            yield f"model {pool.model}: engine generate ({why}) on {', '.join(_devices(group))} ({where})"
+            yield f"model {pool.model}: engine {_KINDS[group.kind]} on {', '.join(_devices(group))} ({where})"
+
+
+_KINDS = {
+    "auto": "auto (batching where that is exact for the model, else model.generate)",
+    "single": "single (batching, as asked)",
+    "generate": "generate (model.generate, as asked)",
+}
 
 
 def _pool(config: ModelConfig) -> Pool:
-    labels = [label for group in config.groups for label in _devices(group)]
-    engines: list[Engine] = [
-        GenerateEngine(replace(config.engine, device=label), f"{config.pool.model}/{index}")
-        for index, label in enumerate(labels)
+    places = [(group.kind, label) for group in config.groups for label in _devices(group)]
+    engines = [
+        _engine(kind, replace(config.engine, device=label), f"{config.pool.model}/{index}")
+        for index, (kind, label) in enumerate(places)
     ]
     return Pool(config=config.pool, engines=engines)
+
+
+def _engine(kind: str, config: EngineConfig, engine_id: str) -> Engine:
+    if kind == "generate":
+        return GenerateEngine(config, engine_id)
+    return LLMEngine(config, engine_id) if kind == "single" else AutoEngine(config, engine_id)
 
 
 def _devices(group: EngineGroup) -> tuple[str, ...]:

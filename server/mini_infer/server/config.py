@@ -36,7 +36,7 @@ _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT_\d+_(TCP|UDP|SCT
 CLIENT_VARIABLE = "MINI_INFER_ADDRESS"  # the one that is not the server's
 MAX_SPAN_S = 24 * 3600.0
 _DEFAULTS = {option.name: option.default for option in OPTIONS}
-_SERVED_HERE = ("auto", "generate")
+_SERVED_HERE = ("auto", "single", "generate")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,9 @@ class EngineGroup:
 
     def __post_init__(self) -> None:
         if self.kind not in _SERVED_HERE:
-            raise ConfigError(f"engine {self.kind!r} is not in this version; use auto or generate")
+            raise ConfigError(f"engine {self.kind!r} is not in this version; use {', '.join(_SERVED_HERE)}")
+        if self.kind == "single" and len(self.devices) > 1:
+            raise ConfigError(f"engine single takes one device, not {', '.join(self.devices)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +177,10 @@ def _model(
             trust_remote_code=settings["trust_remote_code"],
             cache_dir=settings["cache_dir"],
             default_sampling=sampling,
+            max_running=settings["max_running"],
+            cache_tokens=settings["cache_tokens"],
+            prefill_tokens=settings["prefill_tokens"],
+            prefix_cache=settings["prefix_cache"],
         ),
         groups=groups,
     )

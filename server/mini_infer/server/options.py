@@ -107,7 +107,9 @@ OPTIONS = (
         name="engine",
         default="auto",
         choices=ENGINES,
-        help="what makes the tokens; single, replica and pipeline are not in this version",
+        help="single: batches streams on one device; generate: one stream at a time, any model; "
+        "auto: batching on each device, where that is exact for the model, else generate; "
+        "replica and pipeline are not in this version",
         of_model=True,
     ),
     Option(
@@ -125,6 +127,31 @@ OPTIONS = (
         of_model=True,
     ),
     Option(name="max_context", kind=int, help="tokens, prompt and answer; default: the model's limit", of_model=True),
+    Option(
+        name="max_running",
+        kind=int,
+        help="streams at once on one device, of engines that batch; default: 16 on a CPU, 256 on CUDA",
+        of_model=True,
+    ),
+    Option(
+        name="cache_tokens",
+        kind=int,
+        help="tokens that the key/value cache holds; default: what the memory allows",
+        of_model=True,
+    ),
+    Option(
+        name="prefill_tokens",
+        kind=int,
+        help="most prompt tokens in one step; default: 512 on a CPU, 2048 on CUDA",
+        of_model=True,
+    ),
+    Option(
+        name="prefix_cache",
+        kind=bool,
+        default=True,
+        help="prompts with equal beginnings share what is cached of them",
+        of_model=True,
+    ),
     Option(name="chat_template", help="file to use in place of the model's own chat template", of_model=True),
     Option(
         name="trust_remote_code",
