@@ -265,6 +265,24 @@ def test_a_large_vocabulary_too_is_the_same_alone_and_in_company():
     assert choose(requests, logits) == alone
 
 
+def test_a_choice_reads_nothing_back_from_the_device():
+    """On torch's meta device there are shapes and no values: whoever asks for one fails."""
+    meta = torch.device("meta")
+    everything = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "logit_bias": {4: 1.0}}
+    everything |= {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
+    stop, output = StopConditions(min_new_tokens=9), OutputOptions(logprobs=True, top_logprobs=3)
+    table = SamplingTable(3, meta)
+    table.set(0, request(temperature=0.0))
+    table.set(1, request(**everything, stop=stop, output=output))
+    table.set(2, request(**everything, stop=stop, output=output))
+    logits, token_table = torch.empty(3, VOCAB, device=meta), torch.empty(3, 9, dtype=torch.long, device=meta)
+    choices = table.choose(logits, [(slot, 5) for slot in range(3)], token_table)
+    assert choices.token_ids.shape == (3,)
+    assert choices.top_ids.shape == (2, 3)
+    with pytest.raises(RuntimeError):
+        choices.to_host()
+
+
 def test_the_logits_given_are_left_as_they_were():
     logits = random_logits()
     before = logits.clone()
