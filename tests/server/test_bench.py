@@ -33,6 +33,7 @@ def test_every_measurement_is_told_and_written(tmp_path: Path) -> None:
     assert facts["command"].startswith("mini-infer-server bench --model tiny ")
     assert {"machine", "device", "python", "torch", "transformers", "mini-infer", "engine"} <= set(facts)
     assert (facts["model"], facts["dtype"], facts["threads"]) == ("tiny", "float32", 1)
+    assert facts["engine"] == "replica, up to 16 streams at once"
     assert any(line.split() == ["torch", facts["torch"]] for line in lines)
     sides = {each["name"]: [side["name"] for side in each["comparisons"][0]["sides"]] for each in data["measurements"]}
     assert sides == {"engine": ["engine", "plain"], "grpc": ["grpc", "engine"], "prefix": ["new", "known"]}

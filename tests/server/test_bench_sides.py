@@ -116,13 +116,30 @@ def test_a_server_answers_over_grpc(address: str) -> None:
 
 def test_a_server_process_is_asked_for_the_same_engine() -> None:
     engine = EngineConfig(
-        model="tiny", load_format="dummy", device="cpu:1", dtype="bfloat16", max_context=99, num_threads=2
+        model="tiny",
+        load_format="dummy",
+        device="cpu:1",
+        dtype="bfloat16",
+        max_context=99,
+        num_threads=2,
+        cache_tokens=640,
+        prefix_cache=False,
     )
     config = load_config(words(settings(engine, "generate", 8)), {})
     (model,) = config.models
     assert model.pool.max_queue == 8
     assert [(group.kind, group.devices) for group in model.groups] == [("generate", ("cpu:1",))]
-    for name in ("model", "load_format", "dtype", "max_context", "num_threads", "trust_remote_code", "revision"):
+    for name in (
+        "model",
+        "load_format",
+        "dtype",
+        "max_context",
+        "num_threads",
+        "trust_remote_code",
+        "revision",
+        "cache_tokens",
+        "prefix_cache",
+    ):
         assert getattr(model.engine, name) == getattr(engine, name)
     assert (config.host, config.port, config.grace_s) == ("127.0.0.1", 0, 0.0)
 

@@ -11,10 +11,12 @@ from dataclasses import replace
 import torch
 
 from mini_infer.engines.api import Engine, ModelInfo, Sampling
+from mini_infer.engines.auto_engine import AutoEngine
 from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.devices import default_device
 from mini_infer.engines.errors import MiniInferError
 from mini_infer.engines.generate_engine import GenerateEngine
+from mini_infer.engines.llm_engine import LLMEngine
 from mini_infer.engines.model import load_model
 from mini_infer.server.bench.engine_side import EngineSide, running
 from mini_infer.server.bench.facts import facts_of
@@ -98,7 +100,7 @@ def _compare(name: str, title: str, sides: tuple[Side, Side], info: ModelInfo, o
 @contextmanager
 def _running_engine(options: BenchOptions, config: EngineConfig, report: Report) -> Iterator[EngineSide]:
     try:
-        with running(_make_engine(config)) as side:
+        with running(_make_engine(options.model.groups[0].kind, config)) as side:
             report.begin(facts_of(options, config, side.engine))
             yield side
     finally:
@@ -106,8 +108,11 @@ def _running_engine(options: BenchOptions, config: EngineConfig, report: Report)
         torch.cuda.empty_cache()  # for the server process of the next measurement
 
 
-def _make_engine(config: EngineConfig) -> Engine:
-    return GenerateEngine(config, "bench/0")
+def _make_engine(kind: str, config: EngineConfig) -> Engine:
+    """Of the kind that the server would take."""
+    if kind == "generate":
+        return GenerateEngine(config, "bench/0")
+    return LLMEngine(config, "bench/0") if kind == "single" else AutoEngine(config, "bench/0")
 
 
 def _config(options: BenchOptions, *, prefix_cache: bool) -> EngineConfig:

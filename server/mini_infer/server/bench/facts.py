@@ -34,6 +34,7 @@ def facts_of(options: BenchOptions, config: EngineConfig, engine: Engine) -> Fac
         "threads": torch.get_num_threads(),
         "waiting threads": os.environ.get("OMP_WAIT_POLICY", "").lower() or "OpenMP's default",
         "engine": f"{engine.kind.value}, up to {engine.max_running} streams at once",
+        "cache tokens": config.cache_tokens or "what the memory allows",
         "prompt tokens": options.prompt_tokens,
         "new tokens": options.new_tokens,
         "rounds": options.rounds,
