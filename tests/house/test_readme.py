@@ -55,12 +55,21 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 
 
 def test_its_python_example_runs(tiny: ServerProcess) -> None:
-    (example,) = fenced("python")
+    example, _ = fenced("python")
     assert 'Client("localhost:50051")' in example
     program = example.replace("localhost:50051", tiny.address)
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stderr
     assert re.search(r"\n\d+ ms to the first token\n$", told.stdout)
+
+
+def test_its_offline_example_runs() -> None:
+    _, example = fenced("python")
+    assert 'EngineConfig(model="default")' in example
+    program = example.replace('model="default"', 'model="tiny", load_format="dummy", num_threads=1')
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert len(told.stdout.splitlines()) >= 2
 
 
 def test_its_client_commands_exist() -> None:

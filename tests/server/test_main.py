@@ -175,7 +175,7 @@ def test_a_server_tells_its_decisions_serves_and_keeps_its_port() -> None:
             request = pb.GenerateRequest(prompt="Hello", stop=pb.StopConditions(max_new_tokens=4, ignore_eos=True))
             answer = stub.Generate(request, timeout=WAIT_S)
             assert answer.finished.usage.completion_tokens == 4
-            assert answer.finished.engine.kind == pb.ENGINE_KIND_GENERATE
+            assert answer.finished.engine.kind == pb.ENGINE_KIND_REPLICA
         second = run_server(*TINY, "--port", server.address.rpartition(":")[2])
         assert_one_line(second, 1, server.address, "in use")
         assert server.stop(WAIT_S) == 0
