@@ -1,6 +1,7 @@
 """SCRIPT: a tiny Llama with real attention whose logits force chosen ids, looked up from the prompt.
 
-It goes through the real `generate`. Faults and delays are set per script, and for the whole model by `broken`.
+It goes through the real `generate`, or through the real packed step of an `LLMEngine`. Faults and delays are set per
+script, and for the whole model by its attributes.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from support.events import up
@@ -16,8 +18,11 @@ from support.tokenizers import byte_level
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from mini_infer.engines.api import ModelInfo, StopConditions
+from mini_infer.engines.assembly import Tuning
+from mini_infer.engines.batch import Batch
 from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.generate_engine import GenerateEngine
+from mini_infer.engines.llm_engine import LLMEngine
 from mini_infer.engines.model import LoadedModel
 from mini_infer.engines.preparation import BUILT_IN_SAMPLING
 from mini_infer.engines.prompt import PromptPreparer
@@ -59,7 +64,11 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelScript:
-    """One answer. Steps count from 1, and step 1 is the prefill. After the last id comes the end token, for ever."""
+    """One answer. After the last id comes the end token, for ever.
+
+    Steps count from 1, and step 1 is the prefill. A chunk of a prefill that is not its last has the number of the step
+    that its last token would be, which is 0 or less.
+    """
 
     ids: Sequence[int] = ()
     prefill_s: float = 0.0
@@ -72,8 +81,29 @@ class ModelScript:
     raw: bool = False  # the model's own logits, instead of `ids`
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One sequence's share of a forward: its tokens from ``start`` to the last of ``token_ids`` are fed."""
+
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]  # all up to the last one fed
+    start: int
+
+    @property
+    def step(self) -> int:
+        return len(self.token_ids) - len(self.prompt) + 1
+
+    @property
+    def samples(self) -> bool:
+        return self.step >= 1
+
+
 class ScriptedLlama(LlamaForCausalLM):
-    """Forces ids. ``scripts`` goes by prompt; its key None is for all other prompts."""
+    """Forces ids. ``scripts`` goes by prompt; its key None is for all other prompts, that of the warm-up among them.
+
+    ``gate``, ``broken``, ``max_rows`` and ``max_length`` may be set at any time: every forward waits, raises, or finds
+    no memory for more rows or for a longer row. ``forwards`` has one entry for each forward that was tried.
+    """
 
     def __init__(
         self, scripts: Mapping[tuple[int, ...] | None, ModelScript], *, std: float = 0.5, eos_id: int = EOS
@@ -95,51 +125,127 @@ class ScriptedLlama(LlamaForCausalLM):
         )
         self.scripts = scripts
         self._eos_id = eos_id
+        self.gate: Gate | None = None
         self.broken: BaseException | None = None
-        self.num_forwards = self.num_prefills = 0
+        self.max_rows = self.max_length = 10**9
+        self.forwards: list[tuple[Part, ...]] = []
+        self.look: Callable[[], tuple[Part, ...]] | None = None  # at the rows of the packed step that is launched
+        self._token_ids: tuple[int, ...] = ()  # of the call of `generate` that runs
         self._prompt: tuple[int, ...] = ()
+
+    @property
+    def num_forwards(self) -> int:
+        return len(self.forwards)
+
+    @property
+    def num_prefills(self) -> int:
+        return sum(part.start == 0 for parts in self.forwards for part in parts)
 
     @functools.wraps(LlamaForCausalLM.forward)  # generate reads the signature
     def forward(self, input_ids=None, **kwargs):
-        cache = kwargs.get("past_key_values", kwargs.get("cache"))
-        num_past = cache.get_seq_length() if cache is not None else 0
-        if not num_past:
-            self._prompt = tuple(input_ids[0].tolist())
-            self.num_prefills += 1
-        self.num_forwards += 1
-        step = num_past + input_ids.shape[1] - len(self._prompt) + 1
-        script = self.scripts.get(self._prompt, self.scripts.get(None, ModelScript(raw=True)))
-        self._misbehave(script, step)
+        if self.look is None and not kwargs.get("use_cache", True):  # somebody looks at the model itself
+            return super().forward(input_ids=input_ids, **kwargs)
+        parts = self._parts_of_generate(input_ids, kwargs) if self.look is None else self.look()
+        self.forwards.append(parts)
+        self._misbehave(parts)
         output = super().forward(input_ids=input_ids, **kwargs)
-        output.logits[:, -1] = self._forced(script, step, output.logits[:, -1])
+        sampling = [part for part in parts if part.samples]
+        logits = output.logits[0]  # [rows, vocab]; the last ones are wanted
+        for row, part in enumerate(sampling, len(logits) - len(sampling)):
+            logits[row] = self._forced(self._script(part), part.step, logits[row])
         return output
 
-    def _misbehave(self, script: ModelScript, step: int) -> None:
-        if script.gate is not None:
-            script.gate.pass_through()
-        time.sleep(script.prefill_s if step == 1 else script.step_s)
+    def _parts_of_generate(self, input_ids: torch.Tensor, kwargs: Mapping[str, Any]) -> tuple[Part, ...]:
+        cache = kwargs.get("past_key_values", kwargs.get("cache"))
+        num_past = cache.get_seq_length() if cache is not None else 0
+        self._token_ids = (*self._token_ids[:num_past], *input_ids[0].tolist())
+        if not num_past:
+            self._prompt = self._token_ids
+        return (Part(self._prompt, self._token_ids, num_past),)
+
+    def _script(self, part: Part) -> ModelScript:
+        return self.scripts.get(part.prompt, self.scripts.get(None, ModelScript(raw=True)))
+
+    def _misbehave(self, parts: Sequence[Part]) -> None:
+        scripts = [(self._script(part), part.step) for part in parts]
+        for gate in {script.gate for script, _ in scripts} | {self.gate}:
+            if gate is not None:
+                gate.pass_through()
+        time.sleep(max(script.prefill_s if step == 1 else script.step_s for script, step in scripts))
         if self.broken is not None:
             raise self.broken
-        if step == script.fail_at:
-            raise script.error or RuntimeError("scripted failure")
+        if len(parts) > self.max_rows or max(len(part.token_ids) for part in parts) > self.max_length:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        for script, step in scripts:
+            if step == script.fail_at:
+                raise script.error or RuntimeError("scripted failure")
 
-    def _forced(self, script: ModelScript, step: int, logits: torch.Tensor) -> torch.Tensor:  # [rows, vocab]
+    def _forced(self, script: ModelScript, step: int, logits: torch.Tensor) -> torch.Tensor:  # [vocab]
         if step == script.nan_at:
             return torch.full_like(logits, float("nan"))
         if script.raw or script.flat:
             return logits if script.raw else torch.zeros_like(logits)
         forced = torch.tanh(logits)
-        forced[:, script.ids[step - 1] if step <= len(script.ids) else self._eos_id] = FORCE
+        forced[script.ids[step - 1] if step <= len(script.ids) else self._eos_id] = FORCE
         return forced
 
 
-def loaded(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int]) -> LoadedModel:
+class ScriptedLLMEngine(LLMEngine):
+    """An LLMEngine that shows SCRIPT whose rows are in a step. ``wait_error`` is raised where a step is collected."""
+
+    wait_error: BaseException | None = None
+
+    def _load(self):
+        text = super()._load()
+        runner, model = self._drive.runner, self._drive.runner._stages[0]._model
+        launch, prompts = runner.launch, {}
+
+        def look(batch: Batch) -> tuple[Part, ...]:
+            parts = []
+            for row in batch.rows:
+                ids = tuple(runner._tables.tokens[row.slot, : row.start + row.num_tokens].tolist())
+                prompt = prompts[row.slot]
+                assert ids[: len(prompt)] == prompt[: len(ids)], "the device does not hold this prompt"
+                parts.append(Part(prompt, ids, row.start))
+            return tuple(parts)
+
+        def watched(batch: Batch):
+            prompts.update((each.slot, each.request.prompt_ids) for each in batch.admitted)
+            model.look = functools.partial(look, batch)
+            try:
+                launched = launch(batch)
+            finally:
+                model.look = None
+            launched.wait = functools.partial(self._wait, launched.wait)
+            return launched
+
+        runner.launch = watched
+        return text
+
+    def _wait(self, wait):
+        if self.wait_error is not None:
+            raise self.wait_error
+        return wait()
+
+    @property
+    def scheduler(self):
+        """To be looked at while the engine stands still."""
+        return self._drive.scheduler
+
+    @property
+    def pool(self):
+        return self.scheduler._pool
+
+
+def loaded(
+    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, eos: frozenset[int], context: int = CONTEXT
+) -> LoadedModel:
     """What the loader would hand over for a model that was made here."""
     model.eval().requires_grad_(False)
     model.generation_config = GenerationConfig()
     info = ModelInfo(
         source="test",
-        context_length=CONTEXT,
+        context_length=context,
         vocab_size=model.get_input_embeddings().weight.shape[0],
         dtype="float32",
         eos_token_ids=tuple(sorted(eos)),
@@ -154,16 +260,24 @@ def loaded(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, eos: froz
     )
 
 
+GENERATE, PACKED, AHEAD = "generate", "packed", "packed, run ahead"
+"""The kinds of engines that run SCRIPT."""
+
+
 def scripted_engine(
     scripts: Mapping[str | tuple[int, ...] | None, ModelScript] | ModelScript,
     *,
+    kind: str = GENERATE,
     engine_id: str = "script/0",
     tokenizer: Callable[[], PreTrainedTokenizerBase] = byte_level,
     load_gate: threading.Event | None = None,
     load_error: BaseException | None = None,
     std: float = 0.5,
-) -> tuple[GenerateEngine, ScriptedLlama]:
-    """A GenerateEngine around SCRIPT, not yet started. Prompts may be given as text."""
+    block_size: int = 4,
+    max_context: int = CONTEXT,
+    **config: Any,
+) -> tuple[GenerateEngine | ScriptedLLMEngine, ScriptedLlama]:
+    """An engine around SCRIPT, not yet started. Prompts may be given as text."""
     codec = tokenizer()
     by_prompt = {None: scripts} if isinstance(scripts, ModelScript) else scripts
     ids_of = {tuple(codec.encode(key)) if isinstance(key, str) else key: script for key, script in by_prompt.items()}
@@ -176,9 +290,13 @@ def scripted_engine(
         if load_error is not None:
             raise load_error
         ends = frozenset({codec.eos_token_id, END_OF_TURN})
-        return loaded(model, codec, ends)
+        return loaded(model, codec, ends, max_context)
 
-    return GenerateEngine(EngineConfig(model="script"), engine_id, load=load), model
+    made_of = EngineConfig(model="script", **config)
+    if kind == GENERATE:
+        return GenerateEngine(made_of, engine_id, load=load), model
+    tuning = Tuning(block_size=block_size, run_ahead=kind == AHEAD)
+    return ScriptedLLMEngine(made_of, engine_id, load=load, tuning=tuning), model
 
 
 HELLO = ModelScript(ids=list(b"Hello"))
