@@ -44,6 +44,8 @@ def run_bench(options: BenchOptions) -> int:
     try:
         for name in options.only:
             report.add(measure[name](options, report))
+            gc.collect()
+            torch.cuda.empty_cache()  # the server process of the next measurement may need what this one had
     except (BenchError, MiniInferError, OSError) as error:
         complain(error)
         return EXIT_FAILED
@@ -99,13 +101,9 @@ def _compare(name: str, title: str, sides: tuple[Side, Side], info: ModelInfo, o
 
 @contextmanager
 def _running_engine(options: BenchOptions, config: EngineConfig, report: Report) -> Iterator[EngineSide]:
-    try:
-        with running(_make_engine(options.model.groups[0].kind, config)) as side:
-            report.begin(facts_of(options, config, side.engine))
-            yield side
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()  # for the server process of the next measurement
+    with running(_make_engine(options.model.groups[0].kind, config)) as side:
+        report.begin(facts_of(options, config, side.engine))
+        yield side
 
 
 def _make_engine(kind: str, config: EngineConfig) -> Engine:
