@@ -78,9 +78,11 @@ def rank(scores: Tensor) -> Tensor:
     return ((bits >> 31) & 0x7FFFFFFF).bitwise_xor_(bits).long().neg_().add_(0x7FFFFFFF)
 
 
-def keep_top_k(weights: Tensor, ranks: Tensor, top_k: Tensor) -> Tensor:
-    """Keeps the ``top_k`` (int64) best tokens; of tokens that tie those with the lowest ids."""
-    return weights * first(ranks, torch.ones_like(weights), top_k.clamp(max=weights.shape[-1]))
+def keep_top_k(weights: Tensor, ranks: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """Keeps the ``top_k`` (int64, 1 to ``most``) best tokens; of tokens that tie those with the lowest ids."""
+    last = ranks.topk(most, largest=False).values.gather(-1, top_k - 1)  # [rows, 1]
+    num_ties = top_k - (ranks < last).sum(-1, keepdim=True)
+    return weights * _up_to(last, ranks, (ranks == last).long(), num_ties)
 
 
 def keep_top_p(weights: Tensor, ranks: Tensor, top_p: Tensor) -> Tensor:
@@ -98,7 +100,7 @@ def keep_min_p(weights: Tensor, min_p: Tensor) -> Tensor:
 def first(ranks: Tensor, amounts: Tensor, enough: Tensor) -> Tensor:
     """The fewest first tokens whose ``amounts`` together are ``enough``: [rows, vocab] bool.
 
-    First is the lowest rank, then the lowest id. A sort would tell, but takes ten times as long. So we look for the
+    First is the lowest rank, then the lowest id. A sort would tell, but takes several times as long. So we look for the
     last token that is needed, as one looks up a word: letter by letter of its rank, then by the id among those of the
     same rank. ``amounts`` are int64, of sum ``enough`` or more.
     """
@@ -109,7 +111,12 @@ def first(ranks: Tensor, amounts: Tensor, enough: Tensor) -> Tensor:
         digit, enough = _find_digit(beginning & (_NUM_DIGITS - 1), among, enough)
         last = (last << _DIGIT_BITS) + digit
         among = amounts * (beginning == last)
-    before = among.cumsum(-1).sub_(among)
+    return _up_to(last, ranks, among, enough)
+
+
+def _up_to(last: Tensor, ranks: Tensor, ties: Tensor, enough: Tensor) -> Tensor:
+    """Tokens of a rank before ``last``, and with it those of the lowest ids whose amounts ``ties`` are ``enough``."""
+    before = ties.cumsum(-1).sub_(ties)
     return (ranks < last) | ((ranks == last) & (before < enough))
 
 

@@ -72,13 +72,16 @@ class Choices:
 class _Step:
     """What the device must know of one step: each row's slot and length, and which rows ask for what."""
 
-    def __init__(self, rows: Sequence[tuple[int, int]], asking: dict[_Wish, list[int]], device: torch.device) -> None:
+    def __init__(
+        self, rows: Sequence[tuple[int, int]], asking: dict[_Wish, list[int]], most_top_k: int, device: torch.device
+    ) -> None:
         slots, lengths = [slot for slot, _ in rows], [length for _, length in rows]
         lists = [slots, lengths, *asking.values()]
         parts = to_device([each for part in lists for each in part], device).split([len(part) for part in lists])
         self.slots = parts[0]  # [rows]
         self.lengths = parts[1][:, None]  # [rows, 1]
         self.longest = max(lengths)
+        self.most_top_k = most_top_k
         self.rows = dict(zip(asking, parts[2:], strict=True))  # [asking rows] each; of a cut: among those that draw
         self.has_cuts = not asking.keys().isdisjoint(_CUTS)
 
@@ -99,6 +102,7 @@ class SamplingTable:
         self._held = (column(torch.int64), column(torch.float32))  # end tokens and -inf, likewise
         self._asking: dict[_Wish, set[int]] = {wish: set() for wish in _Wish}  # slots
         self._held_until = [0] * num_slots  # the length from which end tokens may be chosen
+        self._top_k = [0] * num_slots
         self._num_top = [0] * num_slots
 
     @torch.inference_mode()
@@ -107,14 +111,15 @@ class SamplingTable:
         sampling, num_prompt = request.sampling, len(request.prompt_ids)
         seed = sampling.seed or 0
         values = {name: getattr(sampling, name) or 0.0 for name in (*_FLOAT32, *_FLOAT64)}
-        values |= {"top_k": sampling.top_k or 0, "num_prompt": num_prompt}
-        values["seed"] = seed - (1 << 64) if seed >> 63 else seed  # the same bits, signed
+        signed_seed = seed - (1 << 64) if seed >> 63 else seed  # the same bits
+        values |= {"top_k": sampling.top_k or 0, "num_prompt": num_prompt, "seed": signed_seed}
         for name, value in values.items():
             self._values[name][slot] = value
         ends = sorted(request.eos_token_ids.union(request.stop.token_ids))
         self._bias = _with_row(self._bias, slot, list(sampling.logit_bias.items()))
         self._held = _with_row(self._held, slot, [(token_id, float("-inf")) for token_id in ends])
         self._held_until[slot] = num_prompt + request.stop.min_new_tokens
+        self._top_k[slot] = sampling.top_k or 0
         self._num_top[slot] = request.output.top_logprobs
         for wish, is_asked in _wishes(request).items():
             (self._asking[wish].add if is_asked else self._asking[wish].discard)(slot)
@@ -126,15 +131,17 @@ class SamplingTable:
         A row is its slot and its length, the number of tokens before the new one; ``token_table`` [slots, max length]
         holds these tokens. The device is not waited for.
         """
-        asking = self._rows_asking(rows)
-        step = _Step(rows, asking, self._device)
+        vocab_size = logits.shape[1]
+        asking = self._rows_asking(rows, vocab_size)
+        most_top_k = max((top_k for slot, _ in rows if (top_k := self._top_k[slot]) < vocab_size), default=0)
+        step = _Step(rows, asking, most_top_k, self._device)
         raw = logits.float()
         scores = self._adjust(raw, step, token_table)
         best, token_ids = scores.max(-1)  # both [rows]; of tokens that tie the first
         if (drawing := step.rows.get(_Wish.DRAW)) is not None:
             token_ids = token_ids.index_copy(0, drawing, self._draw(_select(scores, drawing), drawing, step))
         token_ids = sampler.judge(token_ids, best if scores is raw else raw.amax(-1), best)
-        num_top = {row: min(self._num_top[rows[row][0]], raw.shape[1]) for row in asking.get(_Wish.LOGPROBS, ())}
+        num_top = {row: min(self._num_top[rows[row][0]], vocab_size) for row in asking.get(_Wish.LOGPROBS, ())}
         if not num_top:
             return Choices(token_ids, None, None, None, num_top)
         wanting = step.rows[_Wish.LOGPROBS]
@@ -143,16 +150,18 @@ class SamplingTable:
         top = sampler.top_logprobs(logprobs, max(num_top.values()))
         return Choices(token_ids, logprobs.gather(-1, chosen).squeeze(-1), *top, num_top)
 
-    def _rows_asking(self, rows: Sequence[tuple[int, int]]) -> dict[_Wish, list[int]]:
+    def _rows_asking(self, rows: Sequence[tuple[int, int]], vocab_size: int) -> dict[_Wish, list[int]]:
         """The rows that ask for each thing that any of them asks for. Cuts count among the rows that draw."""
-        drawing = [slot for slot, _ in rows if slot in self._asking[_Wish.DRAW]]
+        drawing = [row for row in rows if row[0] in self._asking[_Wish.DRAW]]
         found = {}
         for wish, asking in self._asking.items():
             if asking:
-                among = drawing if wish in _CUTS else [slot for slot, _ in rows]
-                found[wish] = [row for row, slot in enumerate(among) if slot in asking]
+                among = drawing if wish in _CUTS else rows
+                found[wish] = [number for number, (slot, _) in enumerate(among) if slot in asking]
         if _Wish.HOLD in found:
             found[_Wish.HOLD] = [row for row in found[_Wish.HOLD] if rows[row][1] < self._held_until[rows[row][0]]]
+        if _Wish.TOP_K in found:
+            found[_Wish.TOP_K] = [row for row in found[_Wish.TOP_K] if self._top_k[drawing[row][0]] < vocab_size]
         return {wish: numbers for wish, numbers in found.items() if numbers}
 
     def _adjust(self, scores: Tensor, step: _Step, token_table: Tensor) -> Tensor:
@@ -186,8 +195,8 @@ class SamplingTable:
     def _cut(self, weights: Tensor, ranks: Tensor, rows: Tensor, step: _Step) -> Tensor:
         """Makes tokens impossible: each step on what the one before left."""
         if (cut := step.rows.get(_Wish.TOP_K)) is not None:
-            top_k = self._of("top_k", rows[cut], step)
-            weights = _replace(weights, cut, sampler.keep_top_k(_select(weights, cut), _select(ranks, cut), top_k))
+            top_k = self._of("top_k", rows[cut], step), step.most_top_k
+            weights = _replace(weights, cut, sampler.keep_top_k(_select(weights, cut), _select(ranks, cut), *top_k))
         if (cut := step.rows.get(_Wish.TOP_P)) is not None:
             top_p = self._of("top_p", rows[cut], step)
             weights = _replace(weights, cut, sampler.keep_top_p(_select(weights, cut), _select(ranks, cut), top_p))
