@@ -40,8 +40,10 @@ def test_every_measurement_is_told_and_written(tmp_path: Path) -> None:
     assert [pair["streams"] for pair in data["measurements"][0]["comparisons"]] == [1, 2]
     for measurement in data["measurements"]:
         for pair in measurement["comparisons"]:
-            assert pair["ratios"]
-            assert all(ratio > 0 for ratio in pair["ratios"].values())
+            # With so few tokens a stream may end before another has begun: then there is no decode phase of all.
+            told = {name: ratio for name, ratio in pair["ratios"].items() if name != "decode_tokens_per_s"}
+            assert told
+            assert all(ratio > 0 for ratio in told.values())
 
 
 def test_what_does_not_work_is_one_line() -> None:

@@ -54,13 +54,14 @@ _KINDS = {
 def _pool(config: ModelConfig) -> Pool:
     places = [(group.kind, label) for group in config.groups for label in _devices(group)]
     engines = [
-        _engine(kind, replace(config.engine, device=label), f"{config.pool.model}/{index}")
+        make_engine(kind, replace(config.engine, device=label), f"{config.pool.model}/{index}")
         for index, (kind, label) in enumerate(places)
     ]
     return Pool(config=config.pool, engines=engines)
 
 
-def _engine(kind: str, config: EngineConfig, engine_id: str) -> Engine:
+def make_engine(kind: str, config: EngineConfig, engine_id: str) -> Engine:
+    """An engine of a configured kind, not started."""
     if kind == "generate":
         return GenerateEngine(config, engine_id)
     return LLMEngine(config, engine_id) if kind == "single" else AutoEngine(config, engine_id)

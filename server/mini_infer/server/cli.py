@@ -35,7 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog=PROGRAM,
         description="Streams text of Hugging Face causal language models over gRPC.",
-        epilog="Every option can also stand in the file, as in max_queue = 8, or in the environment, as in "
+        epilog=f"{PROGRAM} bench measures instead of serving; see {PROGRAM} bench --help. "
+        "Every option can also stand in the file, as in max_queue = 8, or in the environment, as in "
         "MINI_INFER_MAX_QUEUE=8. Flags go before the environment, the environment before the file.",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

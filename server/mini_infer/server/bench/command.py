@@ -10,13 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from mini_infer.engines.api import Engine, ModelInfo, Sampling
-from mini_infer.engines.auto_engine import AutoEngine
+from mini_infer.engines.api import ModelInfo, Sampling
 from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.devices import default_device
 from mini_infer.engines.errors import MiniInferError
-from mini_infer.engines.generate_engine import GenerateEngine
-from mini_infer.engines.llm_engine import LLMEngine
 from mini_infer.engines.model import load_model
 from mini_infer.server.bench.engine_side import EngineSide, running
 from mini_infer.server.bench.facts import facts_of
@@ -29,6 +26,7 @@ from mini_infer.server.bench.prompts import Prompts
 from mini_infer.server.bench.report import Report
 from mini_infer.server.bench.server_process import running_server
 from mini_infer.server.bench.side import BenchError, Side
+from mini_infer.server.build import make_engine
 from mini_infer.server.run import EXIT_FAILED, complain
 
 CACHE_BLOCK_TOKENS = 64
@@ -101,16 +99,9 @@ def _compare(name: str, title: str, sides: tuple[Side, Side], info: ModelInfo, o
 
 @contextmanager
 def _running_engine(options: BenchOptions, config: EngineConfig, report: Report) -> Iterator[EngineSide]:
-    with running(_make_engine(options.model.groups[0].kind, config)) as side:
+    with running(make_engine(options.model.groups[0].kind, config, "bench/0")) as side:
         report.begin(facts_of(options, config, side.engine))
         yield side
-
-
-def _make_engine(kind: str, config: EngineConfig) -> Engine:
-    """Of the kind that the server would take."""
-    if kind == "generate":
-        return GenerateEngine(config, "bench/0")
-    return LLMEngine(config, "bench/0") if kind == "single" else AutoEngine(config, "bench/0")
 
 
 def _config(options: BenchOptions, *, prefix_cache: bool) -> EngineConfig:
