@@ -137,6 +137,8 @@ def test_nucleus_equals_transformers_where_nothing_ties(top_p):
 def test_order_is_top_k_then_top_p_then_min_p_each_on_what_is_left():
     chances = [0.4, 0.3, 0.2, 0.1]
     assert num_kept(chances, top_p=0.65) == 2
+    assert num_kept([0.5, 0.5], top_p=0.5) == 1
+    assert num_kept([0.5, 0.5], top_p=0.5 + 2.0**-50) == 2
     assert num_kept(chances, top_k=2, top_p=0.5) == 1  # 4/7 of what top_k left; of all four it would be two
     assert num_kept(chances, top_k=3, min_p=0.6) == 2
     assert num_kept(chances, min_p=0.24) == 4
@@ -174,9 +176,9 @@ def test_the_drawn_token_is_where_the_number_falls():
     assert [drawn(weights, each) for each in (0.0, 0.74, 0.75, 1 - 2.0**-53)] == [1, 1, 3, 3]
 
 
-def test_no_number_draws_an_impossible_token():
-    weights = [0, 1 << 60, 0, 0]  # so large that the highest number times the sum rounds up to the sum
-    assert {drawn(weights, each) for each in (0.0, 0.5, 1 - 2.0**-53)} == {1}
+@pytest.mark.parametrize("weight", [1, 1 << 44, (1 << 53) + 3, (1 << 54) - 1, (1 << 62) - 1, (1 << 63) - 1])
+def test_no_number_draws_an_impossible_token(weight):
+    assert {drawn([0, weight, 0, 0], each) for each in (0.0, 0.5, 1 - 2.0**-53)} == {1}
 
 
 def splitmix64(seed, position):

@@ -129,13 +129,12 @@ def _find_digit(digits: Tensor, amounts: Tensor, enough: Tensor) -> tuple[Tensor
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """One token for each row with a chance of its weight: [rows]. ``uniform`` is [rows, 1] float64 in [0, 1).
+    """One token for each row with a chance of its weight: [rows]. ``uniform`` is [rows, 1], of the function below.
 
     A token of weight 0 is never drawn: up to it weighs no more than before it.
     """
     up_to = weights.cumsum(-1)
-    total = up_to[:, -1:]
-    spot = torch.minimum((uniform * total).long(), total - 1)  # rounding may reach the total
+    spot = (uniform * up_to[:, -1:]).long()  # at most 1 - 2**-53 of the total: no rounding reaches it
     return torch.searchsorted(up_to, spot, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
