@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mini_infer.engines.block_pool import BlockPool
-from mini_infer.engines.cache_size import num_cache_tokens
+from mini_infer.engines.cache_size import num_cache_blocks
 from mini_infer.engines.config import EngineConfig
 from mini_infer.engines.guard import pack
 from mini_infer.engines.kv_cache import KVCache, bytes_per_token
@@ -56,15 +56,15 @@ def assemble(config: EngineConfig, loaded: LoadedModel, tuning: Tuning) -> Assem
     stage = pack(loaded.model)
     max_context = loaded.text.info.context_length
     step_tokens = min(config.max_step_tokens, max_context - 1)
-    num_tokens = num_cache_tokens(
+    num_blocks = num_cache_blocks(
         loaded.device,
         asked=config.cache_tokens,
+        block_size=tuning.block_size,
         bytes_per_token=bytes_per_token(stage.shapes, loaded.model.dtype),
         step_bytes=_step_bytes(stage, loaded, step_tokens),
         max_running=config.num_slots,
         max_context=max_context,
     )
-    num_blocks = max(1, num_tokens // tuning.block_size)
     text = _limited(loaded, num_blocks * tuning.block_size)
     cache = KVCache(stage.shapes, num_blocks + 1, tuning.block_size, loaded.model.dtype, loaded.device)
     stage.bind(cache)
