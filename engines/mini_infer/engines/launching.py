@@ -76,6 +76,6 @@ def _try(runner: Runner, batch: Batch) -> Launched | MiniInferError:
         return runner.launch(batch)
     except Exception as error:  # noqa: BLE001  # a model's code raises anything; it is logged and passed on
         if is_out_of_memory(error):
-            return OutOfMemory(f"the device has no memory left for this stream: {one_line(error)}")
+            return OutOfMemory(f"the device has no memory left for this stream: {one_line(error, named=True)}")
         _log.exception("a step of %d streams broke", len(batch.rows))
-        return EngineFailed(f"a step broke: {one_line(error)}")
+        return EngineFailed(f"a step broke: {one_line(error, named=True)}")

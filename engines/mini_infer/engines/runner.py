@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mini_infer.engines.api import FinishReason, OutputOptions, PreparedRequest, StopConditions
 from mini_infer.engines.batch import Admitted, Batch, Choice, Row
+from mini_infer.engines.errors import StreamFailed
 from mini_infer.engines.kv_cache import KVCache
 from mini_infer.engines.preparation import BUILT_IN_SAMPLING
 from mini_infer.engines.sampling_table import Choices, SamplingTable
@@ -92,13 +93,18 @@ class Runner:
         return Launched(choices)
 
     def try_out(self, num_tokens: int = 1) -> None:
-        """One real prefill of ``num_tokens`` and one decode, awaited; they disturb no slot. Raises what they raise."""
+        """One real prefill of ``num_tokens`` and one decode, awaited; they disturb no slot.
+
+        Raises what they raise, and `StreamFailed` where they choose no token.
+        """
         slot, blocks = self._spare_slot, (0,) * (num_tokens // self._block_size + 1)
         admitted = Admitted(slot=slot, request=_TRY_OUT, token_ids=(0,) * num_tokens)
         prefill = Row(key="", slot=slot, start=0, num_tokens=num_tokens, samples=True, blocks=blocks)
         decode = Row(key="", slot=slot, start=num_tokens, num_tokens=1, samples=True, blocks=blocks)
-        self.launch(Batch(rows=(prefill,), admitted=(admitted,))).wait()
-        self.launch(Batch(rows=(decode,), is_decode=True)).wait()
+        for batch in (Batch(rows=(prefill,), admitted=(admitted,)), Batch(rows=(decode,), is_decode=True)):
+            for choice in self.launch(batch).wait():
+                if choice.error is not None:
+                    raise StreamFailed(choice.error)
 
 
 class Launched:
