@@ -312,3 +312,13 @@ def running(scripts=HELLO, **options):
         yield engine, model, up(engine)
     finally:
         engine.close()
+
+
+def assert_rested(engine):
+    """All is given back. To be called when every stream has had its end."""
+    engine._executor.submit(int).result()
+    assert engine.stats().num_running == engine.scheduler.num_sequences == 0
+    assert engine.pool.num_free == engine.pool.capacity
+    engine.pool.check()
+    assert not engine._inbox.held | engine._inbox.cancelled | engine._begun
+    assert not engine._in_flight

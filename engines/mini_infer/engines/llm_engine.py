@@ -173,6 +173,7 @@ class LLMEngine(OwnedEngine):
         for sequence in list(self._drive.scheduler.sequences):
             if (why := self._interruption(sequence.request)) is not None:
                 self._end_stream(sequence.request, why)
+        self._flush()  # nobody whose stream has ended waits for a step
 
     def _end_stream(self, request: PreparedRequest, why: FinishReason | MiniInferError) -> None:
         if request.key not in self._begun:
