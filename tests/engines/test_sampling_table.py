@@ -185,7 +185,7 @@ def test_a_token_held_back_stays_so_whatever_biases_it():
 
 def test_a_slot_forgets_the_request_before():
     table, logits = SamplingTable(1, CPU), torch.zeros(1, VOCAB)
-    logits[0, [2, 5, 9]] = torch.tensor([1.0, 0.9, 0.8])
+    logits[0, [0, 2, 5, 9]] = torch.tensor([2.0, 1.0, 0.9, 0.8])
     token_table = torch.tensor([[1, 2, 3]])
     everything = request(
         logit_bias={9: 100.0, 5: -100.0},
@@ -196,9 +196,10 @@ def test_a_slot_forgets_the_request_before():
     )
     table.set(0, everything)
     assert table.choose(logits, [(0, 3)], token_table).to_host()[0].token_id == 9
-    table.set(0, request(temperature=0.0, logit_bias={9: 0.1}, stop=StopConditions(min_new_tokens=9, token_ids=(7,))))
+    stop = StopConditions(min_new_tokens=9, token_ids=(7,))
+    table.set(0, request(temperature=0.0, logit_bias={9: 0.1}, stop=stop, eos=frozenset()))
     (choice,) = table.choose(logits, [(0, 3)], token_table).to_host()
-    assert choice.token_id == 2
+    assert choice.token_id == 0
     assert choice.logprob is None
 
 
