@@ -114,8 +114,8 @@ class AutoEngine:
             if isinstance(event, StateChanged) and isinstance(event.error, NotExact) and not self._is_closed:
                 self._fall_back(event.error)
                 return  # an engine that never came up held no stream: this was its only event
-            if isinstance(event, StateChanged) and event.state is EngineState.READY:
-                self._loaded = None
+            if isinstance(event, StateChanged) and event.state not in (EngineState.LOADING, EngineState.WARMING_UP):
+                self._loaded = None  # nobody will ask for it again
         self._emit(events)
 
     def _fall_back(self, why: NotExact) -> None:

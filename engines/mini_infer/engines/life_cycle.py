@@ -37,6 +37,7 @@ class LifeCycle(ABC):
         self._engine_id, self._kind, self._devices, self._max_running = engine_id, kind, devices, max_running
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=engine_id)
         self._is_started = False
+        self._finishing: Future[None] | None = None  # the last task
         self._text: TextModel | None = None
         self._closing = threading.Event()
         self._inbox = Inbox(max_running)
@@ -114,10 +115,10 @@ class LifeCycle(ABC):
         """
         self._closing.set()
         self._inbox.shut()
-        is_joined = True
         if self._is_started:
             with suppress(RuntimeError):  # closed before
-                is_joined = self._join(self._executor.submit(self._finish))
+                self._finishing = self._executor.submit(self._finish)
+        is_joined = self._finishing is None or self._join(self._finishing)
         self._executor.shutdown(wait=is_joined)
         self._delivery.pass_last(self._owed_ends(self._closed()))
 
@@ -194,6 +195,7 @@ class LifeCycle(ABC):
             _log.exception("engine %s: its device could not be freed", self._engine_id)
 
     def _as_failure(self, error: BaseException) -> MiniInferError:
-        if isinstance(error, LoadError | EngineFailed):
-            return error
-        return EngineFailed(f"engine {self._engine_id} failed: {one_line(error, named=True)}")
+        if not isinstance(error, LoadError | EngineFailed):
+            return EngineFailed(f"engine {self._engine_id} failed: {one_line(error, named=True)}")
+        error.__cause__ = error.__context__ = None  # it is kept, and the frames that it came through hold the model
+        return error.with_traceback(None)
