@@ -67,7 +67,7 @@ class ModelScript:
     """One answer. After the last id comes the end token, for ever.
 
     Steps count from 1, and step 1 is the prefill. A chunk of a prefill that is not its last has the number of the step
-    that its last token would be, which is 0 or less.
+    that its last token would be, which is 0 or less where it is computed for the first time.
     """
 
     ids: Sequence[int] = ()
@@ -88,14 +88,11 @@ class Part:
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]  # all up to the last one fed
     start: int
+    samples: bool
 
     @property
     def step(self) -> int:
         return len(self.token_ids) - len(self.prompt) + 1
-
-    @property
-    def samples(self) -> bool:
-        return self.step >= 1
 
 
 class ScriptedLlama(LlamaForCausalLM):
@@ -161,7 +158,7 @@ class ScriptedLlama(LlamaForCausalLM):
         self._token_ids = (*self._token_ids[:num_past], *input_ids[0].tolist())
         if not num_past:
             self._prompt = self._token_ids
-        return (Part(self._prompt, self._token_ids, num_past),)
+        return (Part(self._prompt, self._token_ids, num_past, samples=True),)
 
     def _script(self, part: Part) -> ModelScript:
         return self.scripts.get(part.prompt, self.scripts.get(None, ModelScript(raw=True)))
@@ -206,7 +203,7 @@ class ScriptedLLMEngine(LLMEngine):
                 ids = tuple(runner._tables.tokens[row.slot, : row.start + row.num_tokens].tolist())
                 prompt = prompts[row.slot]
                 assert ids[: len(prompt)] == prompt[: len(ids)], "the device does not hold this prompt"
-                parts.append(Part(prompt, ids, row.start))
+                parts.append(Part(prompt, ids, row.start, row.samples))
             return tuple(parts)
 
         def watched(batch: Batch):

@@ -28,7 +28,7 @@ from mini_infer.engines.batch import Batch
 from mini_infer.engines.config import EngineConfig, canonical_label
 from mini_infer.engines.detokenizer import Detokenizer
 from mini_infer.engines.devices import resolve_device
-from mini_infer.engines.errors import EngineFailed, MiniInferError, one_line
+from mini_infer.engines.errors import EngineFailed, MiniInferError, OutOfMemory, one_line
 from mini_infer.engines.launching import Failure, Launch, launch
 from mini_infer.engines.model import LoadedModel, load_model
 from mini_infer.engines.offline import Collector, generate
@@ -159,7 +159,10 @@ class LLMEngine(OwnedEngine):
         requests = self._inbox.take()
         self._clear_away()  # before a stream comes in under the key of one that ended
         for request in requests:
-            self._drive.scheduler.add(request)
+            try:
+                self._drive.scheduler.add(request)
+            except ValueError as error:  # it was prepared by an engine with a larger cache
+                self._post(unstarted_end(request, OutOfMemory(one_line(error))))
 
     def _clear_away(self) -> None:
         """Frees what streams held that ended by themselves."""
